@@ -1,0 +1,2 @@
+"""orcaserve."""
+__version__ = "0.1.0"

@@ -1,0 +1,52 @@
+"""A worker's memory of the running batch: one row per slot, in plain numpy columns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from orcaserve.engine.messages import NewSlot, StepPlan
+from orcaserve.engine.sampling import SamplingParams
+
+
+class SlotTable:
+    """What a worker knows of each slot; the KV shard apart, this is all the state that a worker has.
+
+    Rows change only through `apply_plan` (the scheduler's word) and `append` (tokens sampled here).
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        max_blocks = -(-max_model_len // block_size)
+        self.block_size = block_size
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.num_tokens = np.zeros(max_num_seqs, np.int32)  # known: prompt and sampled
+        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int32)
+        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.num_blocks = np.zeros(max_num_seqs, np.int32)
+        self.choice_index = np.zeros(max_num_seqs, np.int32)
+        self.sampling: list[SamplingParams | None] = [None] * max_num_seqs
+
+    def apply_plan(self, plan: StepPlan) -> None:
+        """Free, fill and extend rows as the plan says; block copies and tokens are the runner's part."""
+        for slot in plan.freed_slots:
+            self.num_tokens[slot] = self.num_blocks[slot] = 0
+            self.sampling[slot] = None
+        for new in plan.new_slots:
+            self._fill(new)
+        slots = np.frombuffer(plan.table_slots, np.int32)
+        for slot, block in zip(slots.tolist(), np.frombuffer(plan.table_blocks, np.int32).tolist(), strict=True):
+            self.block_tables[slot, self.num_blocks[slot]] = block
+            self.num_blocks[slot] += 1
+
+    def append(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
+        """One sampled token for each of these (distinct) slots."""
+        self.token_ids[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
+    def _fill(self, new: NewSlot) -> None:
+        ids = np.frombuffer(new.token_ids, np.int32)
+        self.token_ids[new.slot, : len(ids)] = ids
+        self.num_tokens[new.slot] = len(ids)
+        self.num_prompt_tokens[new.slot] = new.num_prompt_tokens
+        self.num_blocks[new.slot] = 0
+        self.choice_index[new.slot] = new.choice_index
+        self.sampling[new.slot] = new.sampling
