@@ -113,7 +113,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tru
     error: str = ""
 
 
-class StepDeltas(msgspec.Struct, frozen=True, array_like=True):
+class StepDeltas(msgspec.Struct, frozen=True, array_like=True, tag="deltas"):
     """All that one step has for one router replica."""
 
     deltas: list[TokenDelta]

@@ -1,0 +1,129 @@
+"""Every choice of an operator on one page: from the command line, a YAML file or Serve's application arguments."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from orcaserve.engine.config import SchedulingPolicy
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+
+
+class ConfigError(ValueError):
+    """One line for the operator: which option is wrong and what it may be."""
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"4GiB"`, `"500MB"`, `"2g"` or a plain number of bytes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", value.lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is no amount of memory; write for example 4GiB or 500MB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _as_tuple(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+
+
+class ServeConfig(BaseModel):
+    """What `orcaserve serve` is told. Names and meanings are vLLM's where vLLM has the flag."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = Field("smollm2-135m", description="a local directory, a .gguf file, a hub id, or smollm2-135m")
+    served_model_name: Strings = Field((), description="names that clients may use (default: the model's)")
+    host: str = Field("127.0.0.1", description="address to listen on; anything but loopback wants --api-key")
+    port: int = Field(8000, ge=1, le=65535)
+    api_key: Strings = Field((), repr=False, description="clients must present one of these; repeatable")
+    name: str = Field("orcaserve", pattern=r"^[a-z][a-z0-9-]*$", description="of the application on the Ray cluster")
+    ray_address: str | None = Field(None, description="a running Ray cluster to join; default: start one here")
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel_size: int = Field(1, ge=1, description="ranks of one group")
+    gpus_per_group: int = Field(0, ge=0, description="GPUs of one group; 0: one per rank on cuda")
+    accelerator_type: str | None = Field(None, description="Ray's name of the GPU a group must run on, such as H100")
+    groups: int = Field(1, ge=1, description="tensor-parallel groups, each a whole copy of the model")
+    routers: int = Field(1, ge=1, description="HTTP router replicas")
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: the checkpoint's")
+    max_model_len: int | None = Field(None, ge=1, description="tokens of prompt and output; default: the model's")
+    block_size: int = Field(16, ge=1, description="tokens of one KV block")
+    kv_cache_memory: Bytes = Field(0, description="KV cache of one CPU rank, as 4GiB; 0: a share of free memory")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    attention_backend: Literal["auto", "triton", "xformers", "flashinfer", "cpu", "reference"] = "auto"
+    enforce_eager: bool = Field(False, description="no CUDA graphs, no compilation")
+    num_threads: int = Field(0, ge=0, description="CPU threads of one rank; 0: the cores divided by the ranks")
+
+    max_num_seqs: int = Field(64, ge=1, description="requests that one group runs at a time")
+    max_num_batched_tokens: int = Field(512, ge=1, description="tokens that one step of one group computes at most")
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = Field(0, ge=0, description="most tokens of one prompt in a step; 0: no limit")
+    enable_prefix_caching: bool = True
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    max_queued_requests: int = Field(1024, ge=1)
+    max_queued_tokens: int = Field(4_000_000, ge=1)
+    queue_timeout_s: float = Field(0.0, ge=0, description="longest wait for the first token; 0: no limit")
+    num_speculative_tokens: int = Field(0, ge=0, description="drafts a step may verify, from the text so far")
+    max_steps_in_flight: int = Field(2, ge=1, description="plans sent before the first of their results is back")
+
+    step_timeout_s: float = Field(60.0, gt=0, description="a group whose step takes longer is dead")
+    start_timeout_s: float = Field(1800.0, gt=0, description="a group that is not ready by then is started again")
+    drain_timeout_s: float = Field(5.0, ge=0, description="running streams get this long to finish on a stop")
+    max_group_losses: int = Field(2, ge=1, description="a request that has killed this many groups is ended")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ServeConfig:
+        if self.gpus_per_group and self.gpus_per_group < self.tensor_parallel_size:
+            raise ValueError(
+                f"gpus_per_group: {self.gpus_per_group} GPUs do not give each of {self.tensor_parallel_size} ranks one"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})"
+            )
+        return self
+
+    @property
+    def on_loopback(self) -> bool:
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    @classmethod
+    def load(cls, options: dict[str, Any], file: Path | None = None) -> ServeConfig:
+        """Options given one by one win over those of the YAML file. Raises ConfigError with one line."""
+        values = {} if file is None else _read_yaml(file)
+        values |= options
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            raise ConfigError("; ".join(_one_line(dict(e)) for e in error.errors())) from None
+
+
+def _read_yaml(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {file}: expected `option: value` lines, got a {type(values).__name__}")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _one_line(error: dict[str, Any]) -> str:
+    option = "--" + str(error["loc"][0]).replace("_", "-") + ": " if error["loc"] else ""
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{option}no such option"
+    return f"{option}{message}" + (f", got {error['input']!r}" if error["loc"] and "got" not in message else "")
