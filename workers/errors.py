@@ -45,3 +45,7 @@ class NotEnoughMemory(WorkerError):
 
 class RendezvousTimeout(WorkerError):
     """The ranks of the group did not all meet in time."""
+
+
+class PeerLost(WorkerError):
+    """Another rank of the group did not take part in a collective in time."""
