@@ -1,0 +1,321 @@
+// Attention over the flat batch of a step, reading keys and values where they lie in the KV blocks.
+//
+// The arithmetic of one query row is fixed by its position alone, so that it is the same to the bit as a decode, within
+// a chunk of any length, and beside any other rows: keys are taken in tiles of TILE tokens at absolute positions, with
+// an online softmax in float32 (Milakov and Gimelshein, 2018) within a segment of SEGMENT tokens; segments are merged
+// in order by their log-sum-exp (Flash-Decoding). Long contexts of few rows are shared out by segment.
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+
+#include "pool.h"
+#include "vec.h"
+
+#define TILE 64           // keys scored at a time
+#define TILE_VECS (TILE / LANES)
+#define SEGMENT 256       // keys of one online softmax
+#define ROWS 6            // query rows in registers
+#define BLOCK_ROWS 48     // query rows of one item: about as many as share a tile of keys in the first-level cache
+#define SPLIT_ROWS 24     // items of at most so many rows are shared out by segment
+#define EMPTY (-1e30f)    // the maximum over no keys; finite, so that differences are never NaN
+
+struct attention {
+    const char *q;
+    char *out;
+    const char *k_cache, *v_cache;
+    const int32_t *query_start, *context_lens, *block_tables;
+    int64_t q_stride, table_stride, block_size;
+    int64_t num_requests;
+    int num_heads, num_kv_heads, head_dim, window;
+    float scale, softcap;
+    int size;      // bytes of an element
+    int group;     // query heads per KV head
+    int padded;    // head_dim rounded up to LANES
+    int block_queries;
+    const struct item *items;
+    float *partials;      // of the items that are split: see partial_floats
+    atomic_int *arrived;  // per split row block
+};
+
+// A block of queries of one request and KV head; when split, one segment of its keys.
+struct item {
+    int32_t request, kv_head;
+    int32_t first_query, num_queries;  // within the request
+    int32_t segment, num_segments;     // of a split item; num_segments 0: not split
+    int32_t partial, counter;          // where the split items of this row block leave their results
+};
+
+// Working memory of one thread. Grows and stays.
+struct scratch {
+    size_t bytes;
+    char *base;
+};
+static _Thread_local struct scratch scratch;
+
+static char *scratch_of(size_t bytes) {
+    if (scratch.bytes < bytes) {
+        free(scratch.base);
+        scratch.base = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        if (!scratch.base) abort();
+        scratch.bytes = bytes;
+    }
+    return scratch.base;
+}
+
+// The state of the online softmax of a block of rows: accumulators [rows, padded], maxima and sums [rows].
+struct state {
+    float *acc, *top, *sum;
+};
+
+static int64_t state_floats(int64_t rows, int64_t padded) {
+    return rows * (padded + 2) + 14;  // a multiple of 16 after rounding: states stay aligned
+}
+
+static struct state state_at(float *base, int64_t rows, int64_t padded) {
+    return (struct state){base, base + rows * padded, base + rows * padded + rows};
+}
+
+static void clear(struct state s, int64_t rows, int64_t padded) {
+    memset(s.acc, 0, (size_t)(rows * padded) * sizeof(float));
+    for (int64_t r = 0; r < rows; r++) {
+        s.top[r] = EMPTY;
+        s.sum[r] = 0.0f;
+    }
+}
+
+static __attribute__((noinline)) float exp_of(float x) {
+    return vec_exp(vec_set(x))[0];
+}
+
+// into += from; one function for all, so that every path rounds alike.
+static __attribute__((noinline)) void merge(struct state into, struct state from, int64_t rows, int64_t padded) {
+    for (int64_t r = 0; r < rows; r++) {
+        float top = into.top[r] > from.top[r] ? into.top[r] : from.top[r];
+        float keep = exp_of(into.top[r] - top), take = exp_of(from.top[r] - top);
+        into.top[r] = top;
+        into.sum[r] = into.sum[r] * keep + from.sum[r] * take;
+        float *a = into.acc + r * padded, *b = from.acc + r * padded;
+        for (int64_t d = 0; d < padded; d += LANES)
+            store_f32(a + d, load_f32(a + d) * vec_set(keep) + load_f32(b + d) * vec_set(take));
+    }
+}
+
+// Scores of one row block against one tile, then its softmax weights in place; returns nothing it cannot recompute.
+struct tile {
+    int64_t begin;         // absolute position of its first key
+    int count;             // keys of the context within it
+    const char *k[TILE];   // rows of keys and of values
+    const char *v[TILE];
+};
+
+INLINE void weigh(const struct attention *c, float *scores, int64_t begin, int64_t low, int64_t high, float *top,
+                  float *sum, float *correction) {
+    vecf s[TILE_VECS];
+    vecf most = vec_set(EMPTY);
+    const veci lane_step = {0, 1, 2, 3, 4, 5, 6, 7
+#if VEC512
+                            , 8, 9, 10, 11, 12, 13, 14, 15
+#endif
+    };
+    const int low_in_tile = low > begin ? (int)(low - begin) : 0;
+    const int high_in_tile = high - begin < TILE ? (int)(high - begin) : TILE;
+    for (int v = 0; v < TILE_VECS; v++) {
+        s[v] = load_f32(scores + v * LANES) * vec_set(c->scale);
+        if (c->softcap > 0) s[v] = vec_set(c->softcap) * vec_tanh(s[v] / vec_set(c->softcap));
+    }
+    if (low_in_tile > 0 || high_in_tile < TILE)
+        for (int v = 0; v < TILE_VECS; v++) {
+            veci at = lane_step + v * LANES;
+            s[v] = vec_select((at >= low_in_tile) & (at < high_in_tile), s[v], vec_set(-INFINITY));
+        }
+    for (int v = 0; v < TILE_VECS; v++) most = vec_max(most, s[v]);
+    float tile_top = vec_top(most);
+    float new_top = *top > tile_top ? *top : tile_top;
+    *correction = *top == new_top ? 1.0f : exp_of(*top - new_top);
+    *top = new_top;
+    vecf total = {0};
+    for (int v = 0; v < TILE_VECS; v++) {
+        s[v] = vec_exp(s[v] - vec_set(new_top));
+        total += s[v];
+        store_f32(scores + v * LANES, s[v]);
+    }
+    *sum = *sum * *correction + vec_sum(total);
+}
+
+// Runs the item's row block over the tiles of keys [first, last): see attention.inc.h.
+typedef void (*attend_fn)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
+                          struct state state, const char *q, char *work);
+
+#define T float
+#define LOAD load_f32
+#define STORE store_f32
+#define NAME(x) x##_f32
+#define IS_FLOAT 1
+#define PAIRS 0
+#include "attention.inc.h"
+
+#define T bf16
+#define LOAD load_bf16
+#define STORE store_bf16
+#define NAME(x) x##_bf16
+#define IS_FLOAT 0
+#define PAIRS BF16_DOT
+#include "attention.inc.h"
+
+#define T fp16
+#define LOAD load_fp16
+#define STORE store_fp16
+#define NAME(x) x##_fp16
+#define IS_FLOAT 0
+#define PAIRS 0
+#include "attention.inc.h"
+
+static const int element_bytes[] = {4, 2, 2};
+
+// The keys that some query of the item may see.
+static void key_range(const struct attention *c, const struct item *item, int64_t *first, int64_t *last) {
+    const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
+    const int64_t position = c->context_lens[item->request] - num_queries + item->first_query;
+    *last = position + item->num_queries;
+    *first = c->window > 0 && position + 1 > c->window ? position + 1 - c->window : 0;
+}
+
+struct plan {
+    struct item *items;
+    int64_t num_items, capacity;
+    int64_t num_partials, num_counters;
+};
+
+static struct item *append(struct plan *plan) {
+    if (plan->num_items == plan->capacity) {
+        plan->capacity = plan->capacity ? 2 * plan->capacity : 256;
+        plan->items = realloc(plan->items, (size_t)plan->capacity * sizeof(struct item));
+        if (!plan->items) abort();
+    }
+    return &plan->items[plan->num_items++];
+}
+
+static void plan_items(const struct attention *c, struct plan *plan) {
+    for (int64_t request = 0; request < c->num_requests; request++) {
+        const int num_queries = c->query_start[request + 1] - c->query_start[request];
+        // The last queries see most keys: they go first, so that no long item is left for the end.
+        int end = num_queries;
+        while (end > 0) {
+            const int begin = (end - 1) / c->block_queries * c->block_queries;
+            struct item item = {.request = (int32_t)request, .first_query = begin, .num_queries = end - begin};
+            int64_t first, last;
+            key_range(c, &item, &first, &last);
+            const int64_t first_segment = first / SEGMENT, end_segment = (last + SEGMENT - 1) / SEGMENT;
+            const int64_t num_segments = end_segment - first_segment;
+            const int split = num_segments > 1 && num_queries * c->group <= SPLIT_ROWS;
+            for (int head = 0; head < c->num_kv_heads; head++) {
+                item.kv_head = head;
+                if (!split) {
+                    *append(plan) = item;
+                    continue;
+                }
+                item.num_segments = (int32_t)num_segments;
+                item.partial = (int32_t)plan->num_partials;
+                item.counter = (int32_t)plan->num_counters++;
+                plan->num_partials += num_segments;
+                for (int64_t s = 0; s < num_segments; s++) {
+                    item.segment = (int32_t)(first_segment + s);
+                    *append(plan) = item;
+                }
+            }
+            end = begin;
+        }
+    }
+}
+
+static void run_items(const struct attention *c, int64_t begin, int64_t end, int dtype) {
+    static const attend_fn attend[] = {attend_f32, attend_bf16, attend_fp16};
+    static void (*const store[])(const struct attention *, const struct item *, struct state) = {
+        store_rows_f32, store_rows_bf16, store_rows_fp16};
+    const int64_t most_rows = (int64_t)c->block_queries * c->group;
+    const int64_t floats = (state_floats(most_rows, c->padded) + 15) / 16 * 16;
+    const size_t row_bytes = (size_t)most_rows * c->padded * 4;
+    const size_t work_bytes = (size_t)TILE * c->padded * 4 * 3 + (size_t)ROWS * TILE * 4 + 64;
+    float *base = (float *)scratch_of((size_t)floats * 8 + row_bytes + work_bytes + 128);
+    char *q = (char *)(base + 2 * floats);
+    char *work = q + (row_bytes + 63) / 64 * 64;
+    for (int64_t i = begin; i < end; i++) {
+        const struct item *item = &c->items[i];
+        const int64_t rows = (int64_t)item->num_queries * c->group;
+        struct state total = state_at(base, rows, c->padded), part = state_at(base + floats, rows, c->padded);
+        int64_t first, last;
+        key_range(c, item, &first, &last);
+        // The queries of the item, row by row (query, head of the group), padded with zeros.
+        const int64_t token = c->query_start[item->request] + item->first_query;
+        const size_t head_bytes = (size_t)c->head_dim * c->size, padded_bytes = (size_t)c->padded * c->size;
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t head = (int64_t)item->kv_head * c->group + r % c->group;
+            char *to = q + r * padded_bytes;
+            memcpy(to, c->q + ((token + r / c->group) * c->q_stride + head * c->head_dim) * c->size, head_bytes);
+            memset(to + head_bytes, 0, padded_bytes - head_bytes);
+        }
+        if (item->num_segments) {
+            const int64_t begin_key = (int64_t)item->segment * SEGMENT, end_key = begin_key + SEGMENT;
+            const int64_t first_segment = first / SEGMENT;
+            float *slot = c->partials + ((int64_t)item->partial + item->segment - first_segment) * floats;
+            struct state mine = state_at(slot, rows, c->padded);
+            clear(mine, rows, c->padded);
+            attend[dtype](c, item, first > begin_key ? first : begin_key, last < end_key ? last : end_key, mine, q, work);
+            if (atomic_fetch_add(&c->arrived[item->counter], 1) + 1 < item->num_segments) continue;
+            float *slots = c->partials + (int64_t)item->partial * floats;
+            total = state_at(slots, rows, c->padded);
+            for (int64_t s = 1; s < item->num_segments; s++)
+                merge(total, state_at(slots + s * floats, rows, c->padded), rows, c->padded);
+        } else {
+            clear(total, rows, c->padded);
+            for (int64_t key = first; key < last;) {
+                const int64_t end_key = (key / SEGMENT + 1) * SEGMENT;
+                const int only = key == first;
+                struct state into = only ? total : part;
+                if (!only) clear(part, rows, c->padded);
+                attend[dtype](c, item, key, last < end_key ? last : end_key, into, q, work);
+                if (!only) merge(total, part, rows, c->padded);
+                key = end_key;
+            }
+        }
+        store[dtype](c, item, total);
+    }
+}
+
+#define RUN_JOB(name, dtype)                                              \
+    static void name(const void *context, int64_t begin, int64_t end) { \
+        run_items(context, begin, end, dtype);                           \
+    }
+RUN_JOB(run_f32, FLOAT32)
+RUN_JOB(run_bf16, BFLOAT16)
+RUN_JOB(run_fp16, FLOAT16)
+
+// Strides are in elements. q's heads lie side by side in a row; out is contiguous.
+void orca_paged_attention(int dtype, const void *q, int64_t q_stride, void *out, const void *k_cache,
+                          const void *v_cache, const int32_t *query_start, const int32_t *context_lens,
+                          const int32_t *block_tables, int64_t table_stride, int64_t num_requests, int num_heads,
+                          int num_kv_heads, int head_dim, int64_t block_size, float scale, int window, float softcap) {
+    static const job_fn jobs[] = {run_f32, run_bf16, run_fp16};
+    const int group = num_heads / num_kv_heads;
+    struct attention c = {
+        .q = q, .out = out, .k_cache = k_cache, .v_cache = v_cache, .query_start = query_start,
+        .context_lens = context_lens, .block_tables = block_tables, .q_stride = q_stride, .table_stride = table_stride,
+        .block_size = block_size, .num_requests = num_requests, .num_heads = num_heads, .num_kv_heads = num_kv_heads,
+        .head_dim = head_dim, .window = window, .scale = scale, .softcap = softcap, .size = element_bytes[dtype],
+        .group = group, .padded = (head_dim + LANES - 1) / LANES * LANES,
+        .block_queries = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1,
+    };
+    struct plan plan = {0};
+    plan_items(&c, &plan);
+    const int64_t floats = (state_floats((int64_t)c.block_queries * group, c.padded) + 15) / 16 * 16;
+    c.items = plan.items;
+    if (plan.num_counters) {
+        c.partials = malloc((size_t)(plan.num_partials * floats) * sizeof(float));
+        c.arrived = calloc((size_t)plan.num_counters, sizeof(atomic_int));
+        if (!c.partials || !c.arrived) abort();
+    }
+    pool_run(plan.num_items, 1, pool_threads(), jobs[dtype], &c);
+    free(c.partials);
+    free((void *)c.arrived);
+    free(plan.items);
+}

@@ -1,0 +1,217 @@
+// Included once per element type T; see attention.c. With PAIRS the scores come from pairs of bf16 (one instruction for
+// two products), else from floats.
+
+// keys[step][TILE]: the tile's keys turned round, so that a vector holds one step of LANES keys. A step is one element
+// of the head as float, or with PAIRS two as they are.
+INLINE void NAME(turn_keys)(const struct tile *tile, int padded, uint32_t *keys) {
+    const int per_step = PAIRS ? 2 : 1;
+    for (int token = 0; token < TILE; token += LANES) {
+        if (token >= tile->count) break;  // scores of keys past the context are masked, whatever is left in there
+        for (int d = 0; d < padded; d += LANES * per_step) {
+            vecu rows[LANES];
+            for (int i = 0; i < LANES; i++) {
+                const T *row = (const T *)tile->k[token + i] + d;
+#if PAIRS
+                if (d + 2 * LANES > padded) {  // half a vector is left
+                    __m256i half = _mm256_loadu_si256((const __m256i *)row);
+                    rows[i] = (vecu)_mm512_zextsi256_si512(half);
+                } else {
+                    rows[i] = (vecu) * (const vecu_mem *)row;
+                }
+#else
+                rows[i] = (vecu)LOAD(row);
+#endif
+            }
+            transpose(rows);
+            const int steps = (padded - d) / per_step < LANES ? (padded - d) / per_step : LANES;
+            for (int i = 0; i < steps; i++)
+                *(vecu_mem *)(keys + (d / per_step + i) * TILE + token) = (vecu_mem)rows[i];
+        }
+    }
+}
+
+INLINE void NAME(score)(const T *q, int padded, const uint32_t *keys, float *scores, int rows) {
+    vecf s[ROWS][TILE_VECS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < TILE_VECS; v++) s[r][v] = (vecf){0};
+    const int steps = PAIRS ? padded / 2 : padded;
+    for (int step = 0; step < steps; step++) {
+        vecu k[TILE_VECS];
+        for (int v = 0; v < TILE_VECS; v++) k[v] = (vecu) * (const vecu_mem *)(keys + step * TILE + v * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+#if PAIRS
+            uint32_t bits;
+            memcpy(&bits, q + r * padded + 2 * step, 4);
+            vecu qs = bits - (vecu){};
+            for (int v = 0; v < TILE_VECS; v++) s[r][v] = dot_pairs(s[r][v], qs, k[v]);
+#else
+            vecf qs = vec_set(((const float *)q)[r * padded + step]);
+            for (int v = 0; v < TILE_VECS; v++) s[r][v] = vec_fma(qs, (vecf)k[v], s[r][v]);
+#endif
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < TILE_VECS; v++) store_f32(scores + r * TILE + v * LANES, s[r][v]);
+}
+
+// acc[rows][columns of values from `column` on] = acc * correction + weights . values
+INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int padded, const float *weights,
+                             const float *correction, float *acc, int rows, int vecs) {
+    vecf a[ROWS][4];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++)
+            a[r][v] = load_f32(acc + r * padded + column + v * LANES) * vec_set(correction[r]);
+    for (int token = 0; token < count; token++) {
+        const T *row = (const T *)tile->v[token] + column;
+        vecf x[4];
+        for (int v = 0; v < vecs; v++) x[v] = LOAD(row + v * LANES);
+#pragma GCC unroll 6
+        for (int r = 0; r < rows; r++) {
+            vecf w = vec_set(weights[r * TILE + token]);
+            for (int v = 0; v < vecs; v++) a[r][v] = vec_fma(w, x[v], a[r][v]);
+        }
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vecs; v++) store_f32(acc + r * padded + column + v * LANES, a[r][v]);
+}
+
+#define ROWS_CASES(X) X(1) X(2) X(3) X(4) X(5) X(6)
+
+static void NAME(score_rows)(const T *q, int padded, const uint32_t *keys, float *scores, int rows) {
+    switch (rows) {
+#define CASE(n)                                      \
+    case n:                                          \
+        NAME(score)(q, padded, keys, scores, n); \
+        break;
+        ROWS_CASES(CASE)
+#undef CASE
+    }
+}
+
+static void NAME(add_four)(const struct tile *tile, int count, int column, int padded, const float *weights,
+                           const float *correction, float *acc, int rows) {
+    switch (rows) {
+#define CASE(n)                                                                                   \
+    case n:                                                                                       \
+        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 4); \
+        break;
+        ROWS_CASES(CASE)
+#undef CASE
+    }
+}
+
+static void NAME(add_one)(const struct tile *tile, int count, int column, int padded, const float *weights,
+                          const float *correction, float *acc, int rows) {
+    switch (rows) {
+#define CASE(n)                                                                                   \
+    case n:                                                                                       \
+        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 1); \
+        break;
+        ROWS_CASES(CASE)
+#undef CASE
+    }
+}
+
+// Where the tile's keys and values lie. Past the context the last row is named again: it is read, never used.
+INLINE void NAME(find_tile)(const struct attention *c, const struct item *item, int64_t begin, int64_t last,
+                            struct tile *tile, char *padding) {
+    const int32_t *table = c->block_tables + item->request * c->table_stride;
+    const int64_t row_bytes = c->head_dim * (int64_t)sizeof(T), block_bytes = c->num_kv_heads * c->block_size * row_bytes;
+    const int64_t head_bytes = item->kv_head * c->block_size * row_bytes;
+    tile->begin = begin;
+    tile->count = last - begin < TILE ? (int)(last - begin) : TILE;
+    int64_t block = begin / c->block_size, offset = begin % c->block_size;
+    for (int i = 0; i < tile->count; i++) {
+        const int64_t at = table[block] * block_bytes + head_bytes + offset * row_bytes;
+        tile->k[i] = c->k_cache + at;
+        tile->v[i] = c->v_cache + at;
+        if (++offset == c->block_size) {
+            offset = 0;
+            block++;
+        }
+    }
+    if (c->padded != c->head_dim) {  // rows that do not fill their last vector: copied, with zeros behind
+        const size_t padded_bytes = (size_t)c->padded * sizeof(T);
+        for (int i = 0; i < tile->count; i++) {
+            char *k = padding + i * padded_bytes, *v = padding + (TILE + i) * padded_bytes;
+            memcpy(k, tile->k[i], (size_t)row_bytes);
+            memset(k + row_bytes, 0, padded_bytes - (size_t)row_bytes);
+            memcpy(v, tile->v[i], (size_t)row_bytes);
+            memset(v + row_bytes, 0, padded_bytes - (size_t)row_bytes);
+            tile->k[i] = k;
+            tile->v[i] = v;
+        }
+    }
+    for (int i = tile->count; i < TILE; i++) {
+        tile->k[i] = tile->k[tile->count - 1];
+        tile->v[i] = tile->v[tile->count - 1];
+    }
+}
+
+static void NAME(attend)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
+                         struct state state, const char *q_rows, char *work) {
+    const int padded = c->padded;
+    const int64_t rows = (int64_t)item->num_queries * c->group;
+    const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
+    const int64_t position = c->context_lens[item->request] - num_queries + item->first_query;
+    uint32_t *keys = (uint32_t *)work;
+    float *scores = (float *)(work + (size_t)TILE * padded * 4);
+    char *padding = (char *)(scores + ROWS * TILE);
+    struct tile tile;
+    for (int64_t begin = first / TILE * TILE; begin < last; begin += TILE) {
+        NAME(find_tile)(c, item, begin, last, &tile, padding);
+        NAME(turn_keys)(&tile, padded, keys);
+        for (int64_t r = 0; r < rows; r += ROWS) {
+            const int n = rows - r < ROWS ? (int)(rows - r) : ROWS;
+            const int64_t last_position = position + (r + n - 1) / c->group;
+            if (last_position < begin) continue;
+            float correction[ROWS];
+            const T *q = (const T *)q_rows + r * padded;
+#if PAIRS || IS_FLOAT
+            NAME(score_rows)(q, padded, keys, scores, n);
+#else
+            float wide[ROWS * 512];
+            for (int i = 0; i < n * padded; i += LANES) store_f32(wide + i, LOAD(q + i));
+            NAME(score_rows)((const T *)wide, padded, keys, scores, n);
+#endif
+            for (int i = 0; i < n; i++) {
+                const int64_t at = position + (r + i) / c->group;
+                const int64_t low = c->window > 0 ? at + 1 - c->window : 0;
+                weigh(c, scores + i * TILE, begin, low, at + 1, &state.top[r + i], &state.sum[r + i], &correction[i]);
+            }
+            const int count = last_position + 1 - begin < tile.count ? (int)(last_position + 1 - begin) : tile.count;
+            float *acc = state.acc + r * padded;
+            int column = 0;
+            for (; column + 4 * LANES <= padded; column += 4 * LANES)
+                NAME(add_four)(&tile, count, column, padded, scores, correction, acc, n);
+            for (; column < padded; column += LANES)
+                NAME(add_one)(&tile, count, column, padded, scores, correction, acc, n);
+        }
+    }
+}
+
+static void NAME(store_rows)(const struct attention *c, const struct item *item, struct state state) {
+    const int64_t rows = (int64_t)item->num_queries * c->group;
+    const int64_t token = c->query_start[item->request] + item->first_query;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t head = (int64_t)item->kv_head * c->group + r % c->group;
+        T *out = (T *)c->out + ((token + r / c->group) * c->num_heads + head) * c->head_dim;
+        const float scale = state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f;
+        const float *acc = state.acc + r * c->padded;
+        int d = 0;
+        for (; d + LANES <= c->head_dim; d += LANES) STORE(out + d, load_f32(acc + d) * vec_set(scale));
+        if (d < c->head_dim) {
+            T rest[LANES];
+            STORE(rest, load_f32(acc + d) * vec_set(scale));
+            memcpy(out + d, rest, (size_t)(c->head_dim - d) * sizeof(T));
+        }
+    }
+}
+
+#undef T
+#undef LOAD
+#undef STORE
+#undef NAME
+#undef PAIRS
+#undef IS_FLOAT

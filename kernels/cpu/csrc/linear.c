@@ -1,0 +1,188 @@
+// x [rows, in] times a packed weight [out, in], plus a bias.
+//
+// The weight lies in panels of PANEL output features; a panel runs through the input features in order, PANEL wide,
+// bf16 in pairs of input features (the operand of the bf16 dot instruction). A panel is one linear stream of memory,
+// and so is the whole weight: one row of x is bound by memory reads alone.
+//
+// Every output is one chain of additions over the input features in order, whatever the other rows and the number of
+// threads, so a row's result does not depend on its batch.
+#include <stdlib.h>
+
+#include "pool.h"
+#include "vec.h"
+
+#define PANEL_VECS 2
+#define PANEL (PANEL_VECS * LANES)
+#define MAX_TILE_ROWS (VEC512 ? 14 : 6)  // rows * PANEL_VECS accumulators stay in registers
+#define PREFETCH_BYTES 4096              // ahead in the stream of the weight
+
+struct linear {
+    const char *x;       // rows of in_features (bf16: in pairs), x_stride bytes apart
+    const char *weight;  // packed
+    const void *bias;    // of the weight's type, or null
+    char *out;
+    int64_t x_stride, out_stride;  // bytes
+    int64_t rows, in_steps, out_features;
+    int weight_dtype, out_dtype;
+};
+
+// Adds the bias and rounds. Out of line, so that the many tile functions below stay small and quick to compile.
+static __attribute__((noinline)) void store_tile(const struct linear *c, int64_t row, int64_t column,
+                                                 const float *sums, int tile_rows) {
+    float bias[PANEL] = {0};
+    const int64_t left = c->out_features - column;
+    const int width = left < PANEL ? (int)left : PANEL;
+    if (c->bias)
+        for (int i = 0; i < width; i++)
+            bias[i] = c->weight_dtype == FLOAT32 ? ((const float *)c->bias)[column + i]
+                                                 : get_bf16((const bf16 *)c->bias + column + i);
+    for (int r = 0; r < tile_rows; r++, sums += PANEL) {
+        char *out = c->out + (row + r) * c->out_stride + column * (c->out_dtype == FLOAT32 ? 4 : 2);
+        int i = 0;
+        for (; i + LANES <= width; i += LANES) {
+            vecf sum = load_f32(sums + i) + load_f32(bias + i);
+            if (c->out_dtype == FLOAT32)
+                store_f32((float *)out + i, sum);
+            else
+                store_bf16((bf16 *)out + i, sum);
+        }
+        for (; i < width; i++) {
+            if (c->out_dtype == FLOAT32)
+                put_f32((float *)out + i, sums[i] + bias[i]);
+            else
+                put_bf16((bf16 *)out + i, sums[i] + bias[i]);
+        }
+    }
+}
+
+// One step is one input feature (float32) or a pair of them (bf16): four bytes of x, PANEL_VECS vectors of the weight.
+INLINE void tile(const struct linear *c, int64_t row, int64_t column, const char *weight, const char *ahead,
+                 int64_t ahead_step, int is_bf16, int tile_rows, int ahead_lines) {
+    vecf sums[MAX_TILE_ROWS][PANEL_VECS];
+    for (int r = 0; r < tile_rows; r++)
+        for (int v = 0; v < PANEL_VECS; v++) sums[r][v] = (vecf){0};
+    const char *x = c->x + row * c->x_stride;
+    const int64_t x_stride = c->x_stride;
+    const int64_t steps = c->in_steps;
+    for (int64_t step = 0; step < steps; step++) {
+        for (int line = 0; line < ahead_lines; line++) __builtin_prefetch(ahead + 64 * line, 0, 3);
+        ahead += ahead_step;
+        vecu w[PANEL_VECS];
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) w[v] = (vecu)((const vecu_mem *)weight)[v];
+        weight += PANEL * 4;
+#pragma GCC unroll 14
+        for (int r = 0; r < tile_rows; r++) {
+            uint32_t bits;
+            memcpy(&bits, x + r * x_stride + 4 * step, 4);
+            vecu xs = bits - (vecu){};
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++)
+                sums[r][v] = is_bf16 ? dot_pairs(sums[r][v], xs, w[v]) : vec_fma((vecf)xs, (vecf)w[v], sums[r][v]);
+        }
+    }
+    float results[MAX_TILE_ROWS * PANEL];
+    for (int r = 0; r < tile_rows; r++)
+        for (int v = 0; v < PANEL_VECS; v++) store_f32(results + r * PANEL + v * LANES, sums[r][v]);
+    store_tile(c, row, column, results, tile_rows);
+}
+
+typedef void (*tile_fn)(const struct linear *, int64_t, int64_t, const char *, const char *, int64_t);
+
+// The first passes over a panel fetch the next panel: one pass two lines a step, else two passes one line each.
+#define TILE(type, is_bf16, rows)                                                                                \
+    static void tile_##type##_##rows##_alone(const struct linear *c, int64_t row, int64_t column, const char *w, \
+                                             const char *ahead, int64_t step) {                                  \
+        tile(c, row, column, w, ahead, step, is_bf16, rows, 2);                                                  \
+    }                                                                                                            \
+    static void tile_##type##_##rows(const struct linear *c, int64_t row, int64_t column, const char *w,         \
+                                     const char *ahead, int64_t step) {                                          \
+        tile(c, row, column, w, ahead, step, is_bf16, rows, 1);                                                  \
+    }
+#if VEC512
+#define FOR_TILE_ROWS(X, ...) \
+    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5) X(__VA_ARGS__, 6) \
+    X(__VA_ARGS__, 7) X(__VA_ARGS__, 8) X(__VA_ARGS__, 9) X(__VA_ARGS__, 10) X(__VA_ARGS__, 11)                 \
+    X(__VA_ARGS__, 12) X(__VA_ARGS__, 13) X(__VA_ARGS__, 14)
+#else
+#define FOR_TILE_ROWS(X, ...) \
+    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5) X(__VA_ARGS__, 6)
+#endif
+FOR_TILE_ROWS(TILE, f32, 0)
+FOR_TILE_ROWS(TILE, bf16, 1)
+#define ENTRY(type, rows) {tile_##type##_##rows, tile_##type##_##rows##_alone},
+static const tile_fn tiles[2][MAX_TILE_ROWS][2] = {{FOR_TILE_ROWS(ENTRY, f32)}, {FOR_TILE_ROWS(ENTRY, bf16)}};
+
+static void linear_job(const void *context, int64_t begin, int64_t end) {
+    const struct linear *c = context;
+    const int64_t panel_bytes = c->in_steps * PANEL * 4;
+    const int64_t passes = (c->rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t panel = begin; panel < end; panel++) {
+        const char *weight = c->weight + panel * panel_bytes;
+        for (int64_t pass = 0; pass < passes; pass++) {
+            int64_t row = c->rows * pass / passes, rows = c->rows * (pass + 1) / passes - row;
+            tile_fn run = tiles[c->weight_dtype == BFLOAT16][rows - 1][passes == 1];
+            const char *ahead = passes == 1 ? weight + PREFETCH_BYTES : weight + panel_bytes + 64 * pass;
+            if (pass < 2)
+                run(c, row, panel * PANEL, weight, ahead, PANEL * 4);
+            else
+                run(c, row, panel * PANEL, weight, weight, 0);
+        }
+    }
+}
+
+// Strides are in elements. `x` is of the weight's type; bf16 rows must hold an even number of elements (pairs).
+void orca_linear(int weight_dtype, int out_dtype, const void *x, int64_t x_stride, const void *weight, const void *bias,
+                 void *out, int64_t out_stride, int64_t rows, int64_t in_features, int64_t out_features) {
+    const int is_bf16 = weight_dtype == BFLOAT16;
+    struct linear c = {
+        .x = x,
+        .weight = weight,
+        .bias = bias,
+        .out = out,
+        .x_stride = x_stride * (is_bf16 ? 2 : 4),
+        .out_stride = out_stride * (out_dtype == FLOAT32 ? 4 : 2),
+        .rows = rows,
+        .in_steps = is_bf16 ? (in_features + 1) / 2 : in_features,
+        .out_features = out_features,
+        .weight_dtype = weight_dtype,
+        .out_dtype = out_dtype,
+    };
+    if (rows > 0) pool_run((out_features + PANEL - 1) / PANEL, 1, pool_threads(), linear_job, &c);
+}
+
+struct pack {
+    const char *weight;
+    char *packed;
+    int64_t stride, in_features, out_features;
+    int is_bf16;
+};
+
+static void pack_job(const void *context, int64_t begin, int64_t end) {
+    const struct pack *c = context;
+    const int size = c->is_bf16 ? 2 : 4, per_step = c->is_bf16 ? 2 : 1;
+    const int64_t steps = (c->in_features + per_step - 1) / per_step;
+    for (int64_t panel = begin; panel < end; panel++)
+        for (int64_t column = 0; column < PANEL; column++) {
+            const int64_t feature = panel * PANEL + column;
+            char *to = c->packed + (panel * steps * PANEL + column) * 4;
+            for (int64_t i = 0; i < steps * per_step; i++) {
+                char *place = to + i / per_step * PANEL * 4 + i % per_step * size;
+                if (feature < c->out_features && i < c->in_features)
+                    memcpy(place, c->weight + (feature * c->stride + i) * size, (size_t)size);
+                else
+                    memset(place, 0, (size_t)size);
+            }
+        }
+}
+
+int64_t orca_packed_bytes(int weight_dtype, int64_t in_features, int64_t out_features) {
+    int64_t steps = weight_dtype == BFLOAT16 ? (in_features + 1) / 2 : in_features;
+    return (out_features + PANEL - 1) / PANEL * steps * PANEL * 4;
+}
+
+void orca_pack(int weight_dtype, const void *weight, int64_t stride, void *packed, int64_t in_features,
+               int64_t out_features) {
+    struct pack c = {weight, packed, stride, in_features, out_features, weight_dtype == BFLOAT16};
+    pool_run((out_features + PANEL - 1) / PANEL, 1, pool_threads(), pack_job, &c);
+}
