@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
+from orcaserve.cluster.app_config import AppConfig
 from orcaserve.engine.config import SchedulingPolicy
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
@@ -36,10 +37,8 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 
 
-class ServeConfig(BaseModel):
+class ServeConfig(AppConfig):
     """What `orcaserve serve` is told. Names and meanings are vLLM's where vLLM has the flag."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = Field("smollm2-135m", description="a local directory, a .gguf file, a hub id, or smollm2-135m")
     served_model_name: Strings = Field((), description="names that clients may use (default: the model's)")

@@ -8,7 +8,7 @@ import msgspec
 
 from orcaserve.engine.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestRefused, Unavailable
 from orcaserve.engine.messages import GenerateRequest, StepDeltas, StepPlan, StepResult
-from orcaserve.engine.scheduler import SchedulerStats
+from orcaserve.engine.stats import SchedulerStats
 
 GroupState = Literal["starting", "ready", "draining", "dead"]
 

@@ -1,0 +1,35 @@
+# make serve | make test | make check     (PORT= MODEL= ARGS=, PYTHON=)
+PYTHON ?= python3.11
+PORT ?= 8000
+MODEL ?= smollm2-135m
+ARGS ?=
+
+venv := .venv
+bin := $(venv)/bin
+
+.PHONY: serve test check nightly clean
+
+serve: $(venv)/.installed
+	@exec $(bin)/orcaserve serve $(MODEL) --port $(PORT) $(ARGS)
+
+test: $(venv)/.installed
+	$(bin)/python -m pytest -m "not nightly" $(ARGS)
+
+nightly: $(venv)/.installed
+	$(bin)/python -m pytest -m nightly $(ARGS)
+
+check: $(venv)/.installed
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/lint-imports
+
+clean:
+	rm -rf $(venv) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+# pip shows its own progress; torch is the largest download (200 MB).
+$(venv)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(venv)
+	$(bin)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(bin)/python -m pip install --disable-pip-version-check --editable ".[server,dev]"
+	@touch $@

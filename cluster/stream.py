@@ -1,0 +1,410 @@
+"""A router replica's end of the line to the scheduler: requests out, one stream of deltas in, for all its requests.
+
+What a replica has accepted it keeps until it is answered: the request and the ids so far. When the scheduler dies or
+the line breaks, the replica says it all again to whoever answers next, and each request goes on from its ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from orcaserve.cluster.channel import Client, Endpoint
+from orcaserve.cluster.wire import (
+    Abort,
+    Accepted,
+    AskStatus,
+    ClusterStatus,
+    Farewell,
+    FromRouter,
+    Open,
+    Refused,
+    StatusReply,
+    Submit,
+    ToRouter,
+    Welcome,
+)
+from orcaserve.engine.errors import Unavailable
+from orcaserve.engine.messages import GenerateRequest, StepDeltas, TokenDelta
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 10.0  # how long a new request waits for a scheduler that is away
+MAX_SCHEDULER_LOSSES = 5  # a request that was there each time is ended with an error
+_RECONNECT_PAUSE_S = (0.05, 0.25)
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One of a request's n answers, as far as it is known here."""
+
+    index: int
+    ids: list[int]
+    started: bool = False
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that is not answered in full yet."""
+
+    request: GenerateRequest
+    choices: list[_Choice]
+    wire_ids: list[str]
+    verdict: asyncio.Future[None] | None  # until the scheduler has said yes or no
+    num_losses: int = 0
+    arrived: deque[TokenDelta] = field(default_factory=deque)
+    reader: asyncio.Future[None] | None = None
+
+    @property
+    def done(self) -> bool:
+        return all(choice.finished for choice in self.choices)
+
+    def deliver(self, delta: TokenDelta) -> None:
+        self.arrived.append(delta)
+        self.wake()
+
+    def wake(self) -> None:
+        if self.reader is not None and not self.reader.done():
+            self.reader.set_result(None)
+
+
+class Deltas(AsyncIterator[TokenDelta]):
+    """The deltas of one request, over all its choices, each until its finish reason. `aclose` aborts what is left."""
+
+    def __init__(self, held: _Held, forget: Callable[[_Held], None]) -> None:
+        self._held = held
+        self._forget = forget
+
+    async def __anext__(self) -> TokenDelta:
+        held = self._held
+        while not held.arrived:
+            if held.done:
+                raise StopAsyncIteration
+            held.reader = asyncio.get_running_loop().create_future()
+            try:
+                await held.reader
+            finally:
+                held.reader = None
+        return held.arrived.popleft()
+
+    def ready(self) -> list[TokenDelta]:
+        """What has arrived and was not read yet, without waiting."""
+        deltas = list(self._held.arrived)
+        self._held.arrived.clear()
+        return deltas
+
+    async def aclose(self) -> None:
+        self._forget(self._held)
+
+    def __del__(self) -> None:
+        self._forget(self._held)
+
+
+class EngineStream:
+    """One per router replica. `locate` asks for the scheduler's present endpoint."""
+
+    def __init__(self, locate: Callable[[], Awaitable[Endpoint]]) -> None:
+        self._locate = locate
+        self._client: Client[ToRouter] | None = None
+        self._connected = asyncio.Event()
+        self._hung_up = asyncio.Event()
+        self._connecting: asyncio.Task[None] | None = None
+        self._closed = False
+        self._farewell = ""
+        self._epoch = 0  # connections so far; a request has a new name on the wire in each
+        self._clock_offset_s = 0.0  # the scheduler's clock minus ours
+        self._held: dict[str, tuple[_Held, _Choice | None]] = {}  # by name on the wire; no choice: all of them
+        self._status_calls: dict[int, asyncio.Future[ClusterStatus]] = {}
+        self._num_calls = 0
+        self._late: set[asyncio.TimerHandle] = set()
+
+    async def start(self) -> None:
+        """Returns once the scheduler has answered."""
+        self._reconnect()
+        await self._connected.wait()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._each_held())
+
+    async def submit(self, request: GenerateRequest) -> Deltas:
+        """Returns once the scheduler has accepted. Raises RequestRefused.
+
+        `deadline_s` is on this process's time.monotonic().
+        """
+        if self._farewell:
+            raise Unavailable(self._farewell, retry_after_s=1.0)
+        if request.request_id in self._held:
+            raise AssertionError(f"request id {request.request_id} is in use")
+        await self._wait_connected()
+        ids = list(request.output_token_ids)
+        choices = [_Choice(request.choice_index + i, list(ids)) for i in range(request.n)]
+        verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        held = _Held(request, choices, [request.request_id], verdict)
+        self._held[request.request_id] = (held, None)
+        self._send(Submit(self._translated(request), resumed=False))
+        try:
+            await verdict
+        except BaseException:
+            self._forget(held)
+            raise
+        return Deltas(held, self._forget)
+
+    async def status(self, timeout_s: float = 2.0) -> ClusterStatus:
+        """Raises Unavailable when the scheduler does not answer in time."""
+        if self._client is None or not self._connected.is_set():
+            raise Unavailable("the scheduler is being restarted", retry_after_s=1.0)
+        self._num_calls += 1
+        call_id = self._num_calls
+        reply: asyncio.Future[ClusterStatus] = asyncio.get_running_loop().create_future()
+        self._status_calls[call_id] = reply
+        try:
+            self._send(AskStatus(call_id))
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            raise Unavailable("the scheduler does not answer", retry_after_s=1.0) from None
+        finally:
+            del self._status_calls[call_id]
+
+    async def close(self) -> None:
+        """Abort what is running and hang up."""
+        self._closed = True
+        if self._connecting is not None:
+            self._connecting.cancel()
+        for timer in self._late:
+            timer.cancel()
+        self._end_all("the router is stopping")
+        if self._client is not None:
+            self._client.close()
+
+    # Sending
+
+    def _send(self, message: FromRouter) -> None:
+        if self._client is not None:
+            self._client.send(message)
+
+    def _each_held(self) -> list[_Held]:
+        return list({id(held): held for held, _ in self._held.values()}.values())
+
+    def _translated(self, request: GenerateRequest) -> GenerateRequest:
+        if request.deadline_s is None:
+            return request
+        return msgspec.structs.replace(request, deadline_s=request.deadline_s + self._clock_offset_s)
+
+    def _forget(self, held: _Held) -> None:
+        """Nobody reads it any more: free what it holds on the scheduler's side."""
+        if held.done and not held.wire_ids:
+            return
+        for choice in held.choices:
+            choice.finished = True
+        for wire_id in held.wire_ids:
+            if self._held.pop(wire_id, None) is not None:
+                self._send(Abort(wire_id))
+        held.wire_ids = []
+        held.wake()
+
+    # Receiving
+
+    def _on_message(self, message: ToRouter) -> None:
+        if isinstance(message, StepDeltas):
+            for delta in message.deltas:
+                self._on_delta(delta)
+        elif isinstance(message, Accepted):
+            self._on_accepted(message.request_id)
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+        elif isinstance(message, StatusReply):
+            if (reply := self._status_calls.get(message.call_id)) is not None and not reply.done():
+                reply.set_result(message.status)
+        elif isinstance(message, Welcome):
+            self._on_welcome(message)
+        elif isinstance(message, Farewell):
+            self._farewell = message.reason
+            self._end_all(message.reason)
+
+    def _on_delta(self, delta: TokenDelta) -> None:
+        entry = self._held.get(delta.request_id)
+        if entry is None:
+            return  # aborted a moment ago
+        held, choice = entry
+        if choice is None:
+            choice = held.choices[delta.choice_index - held.request.choice_index]
+        choice.ids.extend(delta.token_ids)
+        if delta.request_id != held.request.request_id:
+            delta = _as_continued(delta, held.request.request_id, choice.started)
+        choice.started = True
+        if delta.finish_reason is not None:
+            choice.finished = True
+            if held.done:
+                self._release(held)
+        held.deliver(delta)
+
+    def _on_accepted(self, wire_id: str) -> None:
+        entry = self._held.get(wire_id)
+        if entry is not None and entry[0].verdict is not None and not entry[0].verdict.done():
+            entry[0].verdict.set_result(None)
+
+    def _on_refused(self, refused: Refused) -> None:
+        entry = self._held.get(refused.request_id)
+        if entry is None:
+            return
+        held, choice = entry
+        refusal = refused.as_exception()
+        if choice is None and held.verdict is not None and not held.verdict.done():
+            self._held.pop(refused.request_id)
+            held.wire_ids = []
+            held.verdict.set_exception(refusal)
+        elif refusal.status in (429, 503):
+            self._later(random.uniform(0.2, 0.5), lambda: self._say_again(refused.request_id))
+        else:
+            self._end(held, choice or held.choices[0], refusal.message)
+
+    def _on_welcome(self, welcome: Welcome) -> None:
+        self._clock_offset_s = welcome.now_s - time.monotonic()
+        self._connected.set()
+        for held in self._each_held():
+            self._resume(held)
+
+    # After a loss
+
+    def _on_lost(self) -> None:
+        self._client = None
+        self._hung_up.set()
+        if not self._connected.is_set() or self._closed:
+            return
+        self._connected.clear()
+        for reply in self._status_calls.values():
+            if not reply.done():
+                reply.set_exception(Unavailable("the scheduler is being restarted", retry_after_s=1.0))
+        for held in self._each_held():
+            held.num_losses += 1
+        if not self._farewell:
+            logger.warning("lost the scheduler; %d requests wait for its return", self.num_held)
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.get_running_loop().create_task(self._connect())
+
+    async def _connect(self) -> None:
+        while not self._connected.is_set():
+            try:
+                endpoint = await self._locate()
+            except (ConnectionError, TimeoutError) as error:
+                logger.info("no scheduler yet: %s", error)
+                await asyncio.sleep(random.uniform(*_RECONNECT_PAUSE_S))
+                continue
+            self._epoch += 1
+            self._hung_up.clear()
+            self._client = Client(endpoint, ToRouter, self._on_message, self._on_lost)
+            self._client.send(Open())
+            await _first(self._connected, self._hung_up, CONNECT_TIMEOUT_S)
+            if not self._connected.is_set():
+                if self._client is not None:
+                    self._client.close()
+                    self._client = None
+                await asyncio.sleep(random.uniform(*_RECONNECT_PAUSE_S))
+
+    async def _wait_connected(self) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await self._connected.wait()
+        except TimeoutError:
+            raise Unavailable("the scheduler is being restarted", retry_after_s=1.0) from None
+
+    def _resume(self, held: _Held) -> None:
+        """Say a request again under a new name: whole if nothing is known of it yet, else choice by choice."""
+        for wire_id in held.wire_ids:
+            self._held.pop(wire_id, None)
+        held.wire_ids = []
+        if held.num_losses > MAX_SCHEDULER_LOSSES:
+            for choice in held.choices:
+                self._end(held, choice, f"the scheduler was lost {held.num_losses} times during this request")
+            return
+        if held.verdict is not None and not held.verdict.done():
+            self._say(held, None)
+            return
+        for choice in held.choices:
+            if not choice.finished:
+                self._say(held, choice)
+
+    def _say(self, held: _Held, choice: _Choice | None) -> None:
+        suffix = "" if choice is None else f".{choice.index}"
+        wire_id = f"{held.request.request_id}~{self._epoch}{suffix}"
+        held.wire_ids.append(wire_id)
+        self._held[wire_id] = (held, choice)
+        self._say_again(wire_id)
+
+    def _say_again(self, wire_id: str) -> None:
+        if (entry := self._held.get(wire_id)) is None:
+            return
+        held, choice = entry
+        request = msgspec.structs.replace(self._translated(held.request), request_id=wire_id)
+        if choice is not None:
+            request = msgspec.structs.replace(
+                request,
+                n=1,
+                choice_index=choice.index,
+                output_token_ids=tuple(choice.ids),
+                deadline_s=None if choice.started else request.deadline_s,
+            )
+        self._send(Submit(request, resumed=choice is not None))
+
+    def _later(self, delay_s: float, call: Callable[[], None]) -> None:
+        def run() -> None:
+            self._late.discard(timer)
+            call()
+
+        timer = asyncio.get_running_loop().call_later(delay_s, run)
+        self._late.add(timer)
+
+    # Endings
+
+    def _release(self, held: _Held) -> None:
+        for wire_id in held.wire_ids:
+            self._held.pop(wire_id, None)
+        held.wire_ids = []
+
+    def _end(self, held: _Held, choice: _Choice, error: str) -> None:
+        if not choice.finished:
+            choice.finished = True
+            held.deliver(TokenDelta(held.request.request_id, choice.index, (), finish_reason="error", error=error))
+        if held.done:
+            self._release(held)
+
+    def _end_all(self, reason: str) -> None:
+        for held in self._each_held():
+            if held.verdict is not None and not held.verdict.done():
+                self._release(held)
+                held.verdict.set_exception(Unavailable(reason, retry_after_s=1.0))
+                continue
+            for choice in held.choices:
+                self._end(held, choice, reason)
+
+
+def _as_continued(delta: TokenDelta, request_id: str, started: bool) -> TokenDelta:
+    """The delta under the name that the client knows; what belongs to a first delta is not said twice."""
+    if started:
+        return msgspec.structs.replace(
+            delta, request_id=request_id, prompt_logprobs=None, num_cached_tokens=0, queue_s=0.0
+        )
+    return msgspec.structs.replace(delta, request_id=request_id)
+
+
+async def _first(one: asyncio.Event, other: asyncio.Event, timeout_s: float) -> None:
+    """Wait until either is set or the time is up."""
+    waits = [asyncio.ensure_future(one.wait()), asyncio.ensure_future(other.wait())]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
