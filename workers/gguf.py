@@ -13,15 +13,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from gguf import GGUFReader, ReaderTensor, dequantize
-from safetensors.torch import save_file
-from torch import Tensor
 
 from orcaserve.workers.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Progress = Callable[[str, int, int], None]  # stage, done, total (0: unknown)
 
@@ -153,6 +153,8 @@ def _llama3_rope(path: Path, theta: float, factors: np.ndarray) -> dict[str, Any
 
 
 def _write_weights(path: Path, reader: GGUFReader, config: dict[str, Any], out_dir: Path, progress: Progress) -> None:
+    from safetensors.torch import save_file  # torch is slow to import, and most callers find the model converted
+
     shards = list(_shards(reader))
     weight_map: dict[str, str] = {}
     done, total = 0, len(reader.tensors)
@@ -211,6 +213,8 @@ def _restore(path: Path, tensor: ReaderTensor, config: dict[str, Any]) -> Tensor
         weight = _unpermute(weight, heads)
     if architecture.startswith("Gemma") and kind.endswith("norm"):
         weight = weight - 1  # transformers stores the distance from one
+    import torch
+
     return torch.from_numpy(np.array(weight, np.float32)).to(torch.bfloat16)
 
 
