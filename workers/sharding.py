@@ -7,6 +7,7 @@ evens the work out: a rank with fewer heads takes more of its columns.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from orcaserve.workers.errors import ShardingError
@@ -79,4 +80,34 @@ def mlp_spans(intermediate_size: int, attention_weights: list[int], weights_per_
         total += columns
         ends.append(round(total * intermediate_size / sum(wanted) / multiple) * multiple)
     ends[-1] = intermediate_size
-    return [Span(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    return [Span(start, stop) for start, stop in itertools.pairwise(ends)]
+
+
+@dataclass(frozen=True, slots=True)
+class RankShard:
+    """Everything that one rank holds of a model."""
+
+    heads: Span
+    kv_heads: Span
+    mlp: Span
+    vocab: Span
+
+
+def rank_shards(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    hidden_size: int,
+    intermediate_size: int,
+    vocab_size: int,
+    size: int,
+) -> list[RankShard]:
+    """One RankShard per rank. Raises ShardingError."""
+    heads = head_shards(num_heads, num_kv_heads, size)
+    attention = [2 * (len(shard.heads) + len(shard.kv_heads)) * head_dim * hidden_size for shard in heads]
+    mlps = mlp_spans(intermediate_size, attention, 3 * hidden_size)
+    return [
+        RankShard(shard.heads, shard.kv_heads, mlp, even_span(vocab_size, size, rank))
+        for rank, (shard, mlp) in enumerate(zip(heads, mlps, strict=True))
+    ]

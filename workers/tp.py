@@ -123,7 +123,9 @@ def join(init_method: str, rank: int, size: int, device: str, timeout_s: float) 
 
 def _store(init_method: str, rank: int, size: int, timeout_s: float) -> dist.TCPStore:
     address = urlsplit(init_method)
-    assert address.scheme == "tcp" and address.hostname and address.port, init_method
+    assert address.scheme == "tcp", init_method
+    assert address.hostname, init_method
+    assert address.port, init_method
     timeout = datetime.timedelta(seconds=timeout_s)
     if rank != 0:
         return dist.TCPStore(address.hostname, address.port, size, is_master=False, timeout=timeout)

@@ -1,0 +1,17 @@
+"""Mistral (Jiang et al., 2023): Llama whose every layer may look back over a window alone."""
+
+from __future__ import annotations
+
+from orcaserve.workers.models.decoder import Attention, Decoder, GatedMlp, PreNormLayer, Setup
+
+
+def build(setup: Setup) -> Decoder:
+    hf = setup.config.hf
+    cos_sin = setup.rope_table(hf.rope_parameters)
+
+    def layer(index: int) -> PreNormLayer:
+        prefix = f"model.layers.{index}"
+        attention = Attention(setup, f"{prefix}.self_attn", cos_sin, window=hf.sliding_window or 0)
+        return PreNormLayer(setup, prefix, attention, GatedMlp(setup, f"{prefix}.mlp", hf.hidden_act))
+
+    return Decoder(setup, [layer(index) for index in range(setup.config.num_layers)])
