@@ -84,6 +84,7 @@ class Slo(msgspec.Struct, frozen=True):
         return all(limit is None or value is None or value * 1e3 <= limit for limit, value in seen)
 
 
+NO_SLO = Slo()
 Stats = dict[str, float]
 
 

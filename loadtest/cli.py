@@ -1,0 +1,196 @@
+"""`orcaserve loadtest ...` and `orcaserve simulate ...`: options in, runs and reports out. Imports are light."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from orcaserve.loadtest.cli_simulate import simulate_app
+
+__all__ = ["loadtest_app", "simulate_app"]
+
+loadtest_app = typer.Typer(no_args_is_help=True, help="Load generator, comparisons, and measurements of the whole.")
+
+Model = Annotated[str, typer.Option(help="Served name; empty: the first that the server lists.")]
+ApiName = Annotated[Literal["chat", "completions"], typer.Option(help="completions sends exact token ids, chat words.")]
+ApiKey = Annotated[str, typer.Option(envvar="ORCASERVE_API_KEY", help="Bearer key.")]
+NumRequests = Annotated[int, typer.Option("--num-requests", "-n", min=1)]
+LengthSpec = Annotated[str, typer.Option(help="sharegpt, sharegpt-small, fixed:IN,OUT or uniform:LOW-HIGH,LOW-HIGH.")]
+TraceFile = Annotated[Path | None, typer.Option(help="ShareGPT JSON, BurstGPT CSV or Azure LLM CSV.")]
+Concurrency = Annotated[str, typer.Option(help="Closed loop: users; a list such as 1,16,64 makes a run of each.")]
+Seed = Annotated[int, typer.Option()]
+SloText = Annotated[str, typer.Option("--slo", help="Limits for goodput, such as ttft=500ms,itl=50ms.")]
+WarmUp = Annotated[int, typer.Option(help="Requests sent beforehand and not counted.")]
+OutDir = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, report.html and PNGs.")]
+
+
+@loadtest_app.command()
+def run(
+    url: Annotated[str, typer.Argument(help="Base URL, such as http://127.0.0.1:8000.")],
+    model: Model = "",
+    api: ApiName = "completions",
+    api_key: ApiKey = "",
+    num_requests: NumRequests = 100,
+    lengths: LengthSpec = "fixed:128,64",
+    trace: TraceFile = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Model folder whose tokenizer counts a ShareGPT file.")] = None,
+    max_model_len: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens; 0: do not.")] = 0,
+    concurrency: Concurrency = "",
+    rate: Annotated[str, typer.Option(help="Open loop: requests a second; a list makes a run of each.")] = "",
+    arrivals: Annotated[Literal["poisson", "constant", "replay"], typer.Option()] = "poisson",
+    burstiness: Annotated[float, typer.Option(help="Shape of the gaps' gamma distribution; 1 is Poisson.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
+    think: Annotated[float, typer.Option(help="Closed loop: seconds between an answer and the next request.")] = 0.0,
+    max_concurrency: Annotated[int, typer.Option(help="Most requests in flight of an open loop; 0: no limit.")] = 0,
+    turns: Annotated[int, typer.Option(help="Requests of one conversation (chat).")] = 1,
+    prefixes: Annotated[int, typer.Option(help="Number of shared prefixes.")] = 0,
+    prefix_tokens: Annotated[int, typer.Option(help="Tokens of each shared prefix.")] = 0,
+    tenants: Annotated[str, typer.Option(help="Names, drawn evenly, sent as `user`.")] = "",
+    cancel: Annotated[float, typer.Option(help="Share of requests that hang up midway.")] = 0.0,
+    seed: Seed = 0,
+    temperature: Annotated[float, typer.Option()] = 0.0,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the wanted output length.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
+    slo: SloText = "",
+    warm_up: WarmUp = 0,
+    label: Annotated[str, typer.Option(help="Name of the run in reports.")] = "",
+    out: OutDir = Path("out/loadtest"),
+) -> None:
+    """Send a workload to an OpenAI-compatible server and report what its clients saw."""
+    from msgspec.structs import replace
+
+    from orcaserve.loadtest import report
+    from orcaserve.loadtest.metrics import Slo
+    from orcaserve.loadtest.output import console, print_json, print_run, refusals
+    from orcaserve.loadtest.run import RunConfig, RunResult
+    from orcaserve.loadtest.session import LoadOptions, build_load, run_once
+
+    with refusals():
+        options = LoadOptions(
+            num_requests=num_requests,
+            lengths=lengths,
+            trace=trace,
+            tokenizer=tokenizer,
+            max_model_len=max_model_len,
+            seed=seed,
+            num_prefixes=prefixes,
+            prefix_tokens=prefix_tokens,
+            turns=turns,
+            tenants=tuple(filter(None, tenants.split(","))),
+            cancel_share=cancel,
+            arrivals=arrivals,
+            burstiness=burstiness,
+            speed=speed,
+            think_s=think,
+            warm_up=warm_up,
+        )
+        load = build_load(options)
+        loads = _loads(concurrency, rate)
+        config = RunConfig(
+            base_url=url,
+            model=model,
+            api=api,
+            api_key=api_key,
+            seed=seed,
+            temperature=temperature,
+            ignore_eos=ignore_eos,
+            timeout_s=timeout,
+            max_concurrency=max_concurrency,
+            slo=Slo.parse(slo),
+        )
+
+        async def all_runs() -> list[RunResult]:
+            results = []
+            for name, users, per_s in loads:
+                named = replace(config, label=" ".join(filter(None, (label, name))) or url)
+                results.append(await run_once(named, options, load, console, per_s, users))
+                print_run(results[-1])
+            return results
+
+        results = asyncio.run(all_runs())
+        page = report.write(results, out, f"Load test of {url}")
+    console.print(f"report: {page}")
+    print_json([{"label": r.label, "summary": r.summary, "server_queue_ms": r.server_queue_ms} for r in results])
+
+
+@loadtest_app.command()
+def compare(
+    sides: Annotated[list[str], typer.Argument(help="Two or more result files, or URLs to be run in turns.")],
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each URL, in turns A B B A ...")] = 3,
+    model: Model = "",
+    api: ApiName = "chat",
+    num_requests: NumRequests = 48,
+    lengths: LengthSpec = "fixed:128,64",
+    concurrency: Annotated[int, typer.Option(min=1)] = 16,
+    seed: Seed = 0,
+    warm_up: WarmUp = 8,
+    out: OutDir = Path("out/compare"),
+) -> None:
+    """Set servers side by side: A.json B.json, or live URLs; ratios are to the first."""
+    from orcaserve.loadtest import report
+    from orcaserve.loadtest.compare import as_table, in_turns
+    from orcaserve.loadtest.compare import compare as compare_sides
+    from orcaserve.loadtest.output import console, print_json, print_table, refusals
+    from orcaserve.loadtest.run import RunConfig
+    from orcaserve.loadtest.session import LoadOptions, build_load, run_once
+
+    with refusals():
+        live = [side.startswith(("http://", "https://")) for side in sides]
+        if any(live) != all(live):
+            raise ValueError("compare either result files or URLs, not one of each")
+        if all(live):
+            options = LoadOptions(num_requests=num_requests, lengths=lengths, seed=seed, warm_up=warm_up)
+            load = build_load(options)
+            runs = [
+                lambda url=url: run_once(
+                    RunConfig(base_url=url, model=model, api=api, label=url, seed=seed),
+                    options,
+                    load,
+                    console,
+                    None,
+                    concurrency,
+                )
+                for url in sides
+            ]
+            results = asyncio.run(in_turns(runs, rounds))
+        else:
+            results = [report.read_json(Path(side)) for side in sides]
+        compared = compare_sides(results)
+        print_table("Medians and ratios of each round", as_table(sides, compared))
+        if all(live):
+            for index, side in enumerate(results):
+                report.write_json(side, out / f"{'abcdefgh'[index]}.json")
+            page = report.write([side[-1] for side in results], out, f"Comparison: {' | '.join(sides)}")
+            console.print(f"report of the last round: {page}")
+    print_json(compared)
+
+
+@loadtest_app.command("report")
+def report_command(
+    files: Annotated[list[Path], typer.Argument(help="results.json of earlier runs.")],
+    out: OutDir = Path("out/report"),
+) -> None:
+    """Draw the report again, of one or several result files."""
+    from orcaserve.loadtest import report
+    from orcaserve.loadtest.output import console, refusals
+
+    with refusals():
+        results = [result for file in files for result in report.read_json(file)]
+        console.print(f"report: {report.write(results, out, 'Load test')}")
+
+
+def _loads(concurrency: str, rate: str) -> list[tuple[str, int | None, float | None]]:
+    """(name, users, rate) of each run; neither given: everything at once, or a trace's own times."""
+    if concurrency and rate:
+        raise ValueError("concurrency (closed loop) and rate (open loop) exclude each other")
+    try:
+        users = [int(part) for part in concurrency.split(",") if part]
+        rates = [float(part) for part in rate.split(",") if part]
+    except ValueError as error:
+        raise ValueError(f"concurrency and rate are numbers or lists of them: {error}") from error
+    if users:
+        return [(f"{n} users", n, None) for n in users]
+    return [(f"{r:g}/s", None, r) for r in rates] or [("", None, None)]

@@ -1,0 +1,425 @@
+"""The scheduler that serves, on a virtual clock: arrivals and step ends are events, steps take what an executor says.
+
+The same loop runs a million requests on a step-time model, and a few dozen on the real model (`table.py`), where the
+clock advances by what each step and each scheduling call really took.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from orcaserve.engine.errors import RequestRefused
+from orcaserve.engine.messages import GenerateRequest, StepPlan, StepResult, TokenDelta
+from orcaserve.engine.sampling import SamplingParams
+from orcaserve.loadtest.arrivals import Arrivals, ClosedLoop
+from orcaserve.loadtest.metrics import NO_SLO, Slo, Stats, stats_ms
+from orcaserve.loadtest.step_time import StepTime
+from orcaserve.loadtest.steps import StepLog, StepWork
+from orcaserve.loadtest.workload import LoadRequest
+
+
+class StepScheduler(Protocol):
+    """What the loop needs of `engine.scheduler.Scheduler` and of `engine.baselines.StaticBatchScheduler`."""
+
+    def add(self, request: GenerateRequest, now_s: float) -> None: ...
+    def has_work(self, group_id: int) -> bool: ...
+    def schedule(self, group_id: int, now_s: float) -> StepPlan | None: ...
+    def apply(self, group_id: int, result: StepResult, now_s: float) -> dict[int, list[TokenDelta]]: ...
+
+
+class Executor(Protocol):
+    """One group's workers: carries out a plan."""
+
+    def step(self, plan: StepPlan) -> tuple[StepResult, StepWork]: ...
+
+
+Sample = Callable[[int], bytes]  # rows -> int32 ids
+_FILLER = np.ones(65536, np.int32).tobytes()
+
+
+def filler_ids(rows: int) -> bytes:
+    """The same token for every row: lengths come from max_tokens, not from the text."""
+    return _FILLER[: 4 * rows]
+
+
+class PlanMeter:
+    """Follows the contexts of a group's slots through its plans, to know what each step reads and computes."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._context = np.zeros(num_slots, np.int64)
+        self._steady_slots = b""  # decode slots of the last step; their contexts lag behind by `_lag`
+        self._lag = 0
+        self._steady_kv = 0
+
+    def measure(self, plan: StepPlan) -> StepWork:
+        """The plan's work, `seconds` still 0. Steady decodes cost a comparison of bytes, whatever their number."""
+        prefill = pairs = kv = rows = 0
+        if plan.chunks:
+            self._settle()
+            for chunk in plan.chunks:
+                n, start = chunk.num_tokens, chunk.start
+                prefill += n
+                pairs += n * start + n * (n + 1) // 2
+                kv += start + n
+                rows += chunk.samples
+                self._context[chunk.slot] = start + n
+        decodes = len(plan.decode_slots) // 4
+        if decodes:
+            if plan.decode_slots == self._steady_slots:
+                self._lag += 1
+                self._steady_kv += decodes
+            else:
+                self._settle()
+                slots = np.frombuffer(plan.decode_slots, np.int32)
+                self._context[slots] += 1
+                self._steady_slots, self._steady_kv = plan.decode_slots, int(self._context[slots].sum())
+            kv += self._steady_kv
+        return StepWork(0.0, prefill, decodes, 0, rows + decodes, kv, pairs)
+
+    def _settle(self) -> None:
+        if self._lag:
+            self._context[np.frombuffer(self._steady_slots, np.int32)] += self._lag
+        self._lag, self._steady_slots = 0, b""
+
+
+class VirtualWorkers:
+    """A group whose steps take what the step-time model says."""
+
+    def __init__(self, step_time: StepTime, num_slots: int, sample: Sample = filler_ids) -> None:
+        self._step_time = step_time
+        self._meter = PlanMeter(num_slots)
+        self._sample = sample
+
+    def step(self, plan: StepPlan) -> tuple[StepResult, StepWork]:
+        work = self._meter.measure(plan)
+        tokens = work.prefill_tokens + work.decode_tokens + work.padding_tokens
+        work.seconds = self._step_time.seconds(tokens, work.rows, work.kv_tokens, work.prefill_pairs)
+        return StepResult(plan.step_id, self._sample(work.rows)), work
+
+
+class Outcome(msgspec.Struct):
+    """What became of the requests, by index: times on the virtual clock (nan: never), and the totals."""
+
+    arrival_s: NDArray[np.float64]
+    first_s: NDArray[np.float64]
+    end_s: NDArray[np.float64]
+    queue_s: NDArray[np.float64]
+    output_tokens: NDArray[np.int64]
+    ends: NDArray[np.int64]  # how often each request ended: 1 is right
+    finish_reasons: dict[str, int]
+    refused: int
+    duration_s: float
+    num_steps: int
+    busy_s: float  # summed over groups
+    computed_tokens: int
+    padding_tokens: int
+    discarded_tokens: int  # sampled for requests that had ended in the step before
+    gap_s: NDArray[np.float64]  # inter-token gaps: bin centres ...
+    gap_counts: NDArray[np.int64]  # ... and how many tokens waited so long
+    steps: StepLog | None
+    wall_s: float
+
+
+class Figures(msgspec.Struct):
+    """The summary of an Outcome."""
+
+    requests: int
+    finished: int
+    refused: int
+    duration_s: float
+    output_tokens: int
+    output_throughput: float
+    ttft_ms: Stats
+    tpot_ms: Stats
+    e2e_ms: Stats
+    queue_ms: Stats
+    itl_p99_ms: float
+    padding_share: float
+    slo_attainment: float
+    goodput: float
+    num_steps: int
+    utilisation: float  # share of the groups' time that went into steps
+    wall_s: float
+
+
+# Logarithmic bins of step durations, 10 us to 1,000 s, 2% apart: enough for any percentile of the gaps.
+_BINS = np.geomspace(1e-5, 1e3, 931)
+_LOG_LOW, _LOG_STEP = math.log(1e-5), math.log(1e8) / 930
+
+
+class Simulation:
+    """Runs a workload through one scheduler and its groups' executors until every request has ended."""
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        executors: Mapping[int, Executor],
+        requests: Sequence[LoadRequest],
+        arrivals: Arrivals,
+        *,
+        prompt_ids: Callable[[LoadRequest], Sequence[int]] | None = None,
+        ignore_eos: bool = True,
+        steps_ahead: int = 1,
+        arrive_together: bool = False,
+        keep_steps: bool = False,
+        host_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`steps_ahead`: plans made before the running step's result is known (max_steps_in_flight - 1).
+
+        `arrive_together`: requests due at the same moment are all queued before a step is planned.
+        `host_clock`: when given, the time that scheduling really takes passes on the virtual clock too.
+        """
+        self._scheduler = scheduler
+        self._executors = executors
+        self._requests = requests
+        self._prompt_ids = prompt_ids
+        self._ignore_eos = ignore_eos
+        self._steps_ahead = steps_ahead
+        self._arrive_together = arrive_together
+        self._host_clock = host_clock
+        self._loop = arrivals if isinstance(arrivals, ClosedLoop) else None
+        self._due: list[tuple[float, int]] = []  # closed loop: (time, request) heap
+        self._times = [] if isinstance(arrivals, ClosedLoop) else arrivals.times_s.tolist()
+        if self._loop is None and len(self._times) < len(requests):
+            raise ValueError(f"{len(requests)} requests but only {len(self._times)} arrival times")
+        self._next = 0  # open loop: next request; closed loop: next one that a user takes
+        self._ends: list[tuple[float, int, int]] = []  # (time, sequence, group) heap of running steps
+        self._running: dict[int, tuple[StepPlan, StepResult, StepWork]] = {}
+        self._planned: dict[int, deque[StepPlan]] = {group: deque() for group in executors}
+        self._idle = dict.fromkeys(executors)
+        self._sequence = 0
+        self._zeros = (1,) * max((r.prompt_tokens for r in requests), default=1)
+        n = len(requests)
+        self._arrival, self._first, self._end = [math.nan] * n, [math.nan] * n, [math.nan] * n
+        self._queue, self._tokens, self._ended = [math.nan] * n, [0] * n, [0] * n
+        self._reasons: dict[str, int] = {}
+        self._refused = 0
+        self._gaps = [0] * (len(_BINS) + 1)
+        self._num_steps = self._computed = self._padding = self._rows = 0
+        self._busy_s = 0.0
+        self._steps = StepLog() if keep_steps else None
+        self._step_listener: Callable[[float, StepPlan, StepWork, list[TokenDelta]], None] | None = None
+
+    def on_step(self, listener: Callable[[float, StepPlan, StepWork, list[TokenDelta]], None]) -> None:
+        """Call `listener(time, plan, work, deltas)` when a step's result was applied (the demonstration prints it)."""
+        self._step_listener = listener
+
+    def run(self) -> Outcome:
+        """Until all requests have ended; raises RuntimeError if work is left that no event will ever move."""
+        wall = time.perf_counter()
+        if self._loop is not None:
+            for user in range(min(self._loop.num_users, len(self._requests))):
+                heapq.heappush(self._due, (0.0, user))
+                self._next = user + 1
+        now = 0.0
+        while True:
+            arrival = self._next_arrival()
+            if self._ends and self._ends[0][0] <= arrival:
+                now, _, group = heapq.heappop(self._ends)
+                self._finish_step(group, now)
+            elif arrival < math.inf:
+                now = arrival
+                self._arrive(now)
+            else:
+                break
+        if unfinished := sum(not ended for ended in self._ended):
+            raise RuntimeError(f"the simulation stalled at {now:.3f} s with {unfinished} requests unfinished")
+        return self._outcome(now, time.perf_counter() - wall)
+
+    def _next_arrival(self) -> float:
+        if self._loop is not None:
+            return self._due[0][0] if self._due else math.inf
+        return self._times[self._next] if self._next < len(self._requests) else math.inf
+
+    def _arrive(self, now: float) -> None:
+        if self._loop is not None:
+            _, index = heapq.heappop(self._due)
+        else:
+            index = self._next
+            self._next += 1
+        request = self._requests[index]
+        self._arrival[index] = now
+        ids = self._prompt_ids(request) if self._prompt_ids is not None else self._zeros[: request.prompt_tokens]
+        sampling = SamplingParams(request.output_tokens, index, temperature=0.0, ignore_eos=self._ignore_eos)
+        try:
+            self._scheduler.add(GenerateRequest(str(index), tuple(ids), sampling, tenant=request.tenant), now)
+        except RequestRefused:
+            self._refused += 1
+            self._close(index, now)
+            return
+        if not (self._arrive_together and self._next_arrival() == now):
+            self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        """Offer what waits to the idle groups, until nothing waits."""
+        for group in list(self._idle):
+            if not self._scheduler.has_work(group):
+                break
+            self._start_step(group, now)
+
+    def _start_step(self, group: int, now: float) -> bool:
+        """Run the next plan of an idle group, if there is one."""
+        started = self._host_clock() if self._host_clock is not None else 0.0
+        planned = self._planned[group]
+        plan = planned.popleft() if planned else self._scheduler.schedule(group, now)
+        if plan is None:
+            return False
+        if self._host_clock is not None:
+            now += self._host_clock() - started
+        self._idle.pop(group, None)
+        result, work = self._executors[group].step(plan)
+        self._note(now, work)
+        self._running[group] = (plan, result, work)
+        self._sequence += 1
+        heapq.heappush(self._ends, (now + work.seconds, self._sequence, group))
+        while len(planned) < self._steps_ahead and (ahead := self._scheduler.schedule(group, now)) is not None:
+            planned.append(ahead)
+        return True
+
+    def _finish_step(self, group: int, now: float) -> None:
+        started = self._host_clock() if self._host_clock is not None else 0.0
+        plan, result, work = self._running.pop(group)
+        by_stream = self._scheduler.apply(group, result, now)
+        if self._host_clock is not None:
+            now += self._host_clock() - started
+        deltas = by_stream.get(0, [])
+        for delta in deltas:
+            self._receive(delta, now)
+        if self._step_listener is not None:
+            self._step_listener(now, plan, work, deltas)
+        if not self._start_step(group, now):
+            self._idle[group] = None
+
+    def _receive(self, delta: TokenDelta, now: float) -> None:
+        index = int(delta.request_id)
+        if not self._tokens[index] and delta.token_ids:
+            self._first[index] = now
+            self._queue[index] = delta.queue_s
+        self._tokens[index] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._reasons[delta.finish_reason] = self._reasons.get(delta.finish_reason, 0) + 1
+            self._close(index, now)
+
+    def _close(self, index: int, now: float) -> None:
+        self._end[index] = now
+        self._ended[index] += 1
+        if self._loop is not None and self._next < len(self._requests):
+            heapq.heappush(self._due, (now + self._loop.think_s, self._next))
+            self._next += 1
+
+    def _note(self, now: float, work: StepWork) -> None:
+        self._num_steps += 1
+        self._busy_s += work.seconds
+        self._computed += work.prefill_tokens + work.decode_tokens + work.padding_tokens
+        self._padding += work.padding_tokens
+        self._rows += work.rows
+        place = int((math.log(work.seconds) - _LOG_LOW) / _LOG_STEP) + 1 if work.seconds > 1e-5 else 0
+        self._gaps[min(place, len(_BINS))] += work.decode_tokens
+        if self._steps is not None:
+            self._steps.add(now, work)
+
+    def _outcome(self, now: float, wall_s: float) -> Outcome:
+        centres = np.concatenate([[1e-5], np.sqrt(_BINS[:-1] * _BINS[1:]), [1e3]])
+        return Outcome(
+            arrival_s=np.array(self._arrival),
+            first_s=np.array(self._first),
+            end_s=np.array(self._end),
+            queue_s=np.array(self._queue),
+            output_tokens=np.array(self._tokens),
+            ends=np.array(self._ended),
+            finish_reasons=self._reasons,
+            refused=self._refused,
+            duration_s=now,
+            num_steps=self._num_steps,
+            busy_s=self._busy_s,
+            computed_tokens=self._computed,
+            padding_tokens=self._padding,
+            discarded_tokens=self._rows - sum(self._tokens),
+            gap_s=centres,
+            gap_counts=np.array(self._gaps),
+            steps=self._steps,
+            wall_s=wall_s,
+        )
+
+
+def figures(outcome: Outcome, num_groups: int, slo: Slo = NO_SLO) -> Figures:
+    """Means, percentiles and SLO attainment of a simulated run."""
+    ttft = outcome.first_s - outcome.arrival_s
+    e2e = outcome.end_s - outcome.arrival_s
+    several = outcome.output_tokens > 1
+    tpot = (e2e - ttft)[several] / (outcome.output_tokens[several] - 1)
+    got = np.isfinite(ttft)
+    kept = got.copy()
+    if slo.ttft_ms is not None:
+        kept &= ttft * 1e3 <= slo.ttft_ms
+    if slo.itl_ms is not None:
+        kept[several] &= tpot * 1e3 <= slo.itl_ms
+    if slo.e2e_ms is not None:
+        kept &= e2e * 1e3 <= slo.e2e_ms
+    duration = outcome.duration_s or 1.0
+    total = int(outcome.output_tokens.sum())
+    return Figures(
+        requests=len(ttft),
+        finished=int(got.sum()),
+        refused=outcome.refused,
+        duration_s=outcome.duration_s,
+        output_tokens=total,
+        output_throughput=total / duration,
+        ttft_ms=stats_ms(ttft[got]),
+        tpot_ms=stats_ms(tpot[np.isfinite(tpot)]),
+        e2e_ms=stats_ms(e2e[got]),
+        queue_ms=stats_ms(outcome.queue_s[np.isfinite(outcome.queue_s)]),
+        itl_p99_ms=_weighted_percentile(outcome.gap_s, outcome.gap_counts, 99) * 1e3,
+        padding_share=outcome.padding_tokens / max(1, outcome.computed_tokens),
+        slo_attainment=float(kept.mean()) if len(kept) else 0.0,
+        goodput=float(kept.sum()) / duration,
+        num_steps=outcome.num_steps,
+        utilisation=outcome.busy_s / (duration * num_groups),
+        wall_s=outcome.wall_s,
+    )
+
+
+def merge(outcomes: Sequence[Outcome]) -> Outcome:
+    """Independent simulations of the same time span as one."""
+    if len(outcomes) == 1:
+        return outcomes[0]
+    reasons: dict[str, int] = {}
+    for outcome in outcomes:
+        for reason, count in outcome.finish_reasons.items():
+            reasons[reason] = reasons.get(reason, 0) + count
+    return Outcome(
+        arrival_s=np.concatenate([o.arrival_s for o in outcomes]),
+        first_s=np.concatenate([o.first_s for o in outcomes]),
+        end_s=np.concatenate([o.end_s for o in outcomes]),
+        queue_s=np.concatenate([o.queue_s for o in outcomes]),
+        output_tokens=np.concatenate([o.output_tokens for o in outcomes]),
+        ends=np.concatenate([o.ends for o in outcomes]),
+        finish_reasons=reasons,
+        refused=sum(o.refused for o in outcomes),
+        duration_s=max(o.duration_s for o in outcomes),
+        num_steps=sum(o.num_steps for o in outcomes),
+        busy_s=sum(o.busy_s for o in outcomes),
+        computed_tokens=sum(o.computed_tokens for o in outcomes),
+        padding_tokens=sum(o.padding_tokens for o in outcomes),
+        discarded_tokens=sum(o.discarded_tokens for o in outcomes),
+        gap_s=outcomes[0].gap_s,
+        gap_counts=np.sum([o.gap_counts for o in outcomes], axis=0),
+        steps=None,
+        wall_s=sum(o.wall_s for o in outcomes),
+    )
+
+
+def _weighted_percentile(values: NDArray[np.float64], counts: NDArray[np.int64], percent: float) -> float:
+    total = counts.sum()
+    if not total:
+        return 0.0
+    return float(values[np.searchsorted(np.cumsum(counts), total * percent / 100)])
