@@ -64,7 +64,7 @@ class ColumnLinear(Layer):
         self.in_features = in_features
         self.outputs = outputs
         self.out_features = sum(output.width for output in outputs)
-        self.weight: Tensor | None = empty(self.out_features, in_features, dtype=dtype)
+        self.weight: Tensor = empty(self.out_features, in_features, dtype=dtype)
         self.bias: Tensor | None = empty(self.out_features, dtype=dtype) if bias else None
 
     def parts(self) -> Iterator[Part]:
@@ -78,9 +78,9 @@ class ColumnLinear(Layer):
             start = rows.stop
 
     def finish(self) -> None:
-        self.packed = pack(self.weight)
-        self.weight = None
-        self.bias = plain(self, "bias")
+        self.packed = pack(taken(self, "weight"))
+        if self.bias is not None:
+            self.bias = taken(self, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.packed, self.bias)
@@ -108,7 +108,7 @@ class RowLinear(Layer):
         self.full_shape = (out_features, in_features)
         self.columns = columns
         self.tp = tp
-        self.weight: Tensor | None = empty(out_features, columns.stop - columns.start, dtype=dtype)
+        self.weight: Tensor = empty(out_features, columns.stop - columns.start, dtype=dtype)
         self.bias: Tensor | None = empty(out_features, dtype=dtype) if bias else None
 
     def parts(self) -> Iterator[Part]:
@@ -118,10 +118,10 @@ class RowLinear(Layer):
             yield Part(f"{self.name}.bias", self.full_shape[:1], (rows,), "bias", rows)
 
     def finish(self) -> None:
-        self.packed = pack(self.weight)
-        self.weight = None
-        bias = plain(self, "bias")
-        self.bias = bias if self.tp.rank == 0 else None  # added once
+        self.packed = pack(taken(self, "weight"))
+        if self.bias is not None:
+            bias = taken(self, "bias")
+            self.bias = bias if self.tp.rank == 0 else None  # added once
 
     def forward(self, x: Tensor) -> Tensor:
         return self.tp.all_reduce(linear(x, self.packed, self.bias))
@@ -143,8 +143,7 @@ class RMSNorm(Layer):
         yield replicated(f"{self.name}.weight", self.weight, "weight")
 
     def finish(self) -> None:
-        weight = plain(self, "weight")
-        assert weight is not None
+        weight = taken(self, "weight")
         self.weight = weight if self.offset == 0.0 else weight + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
@@ -173,9 +172,7 @@ class Embedding(Layer):
         yield Part(f"{self.name}.weight", self.shape, (rows, slice(None)), "weight", slice(0, len(self.span)))
 
     def finish(self) -> None:
-        weight = plain(self, "weight")
-        assert weight is not None
-        self.weight = weight
+        self.weight = taken(self, "weight")
 
     def forward(self, ids: Tensor) -> Tensor:
         if self.tp.size == 1:
@@ -200,7 +197,8 @@ class LmHead(Layer):
         self.span = embedding.span
         self.tp = embedding.tp
         self.source = [embedding] if tied else []  # in a list, lest torch take it for a submodule
-        self.weight: Tensor | None = None if tied else empty(*embedding.weight.shape, dtype=embedding.weight.dtype)
+        if not tied:
+            self.weight: Tensor = empty(*embedding.weight.shape, dtype=embedding.weight.dtype)
 
     def parts(self) -> Iterator[Part]:
         if not self.source:
@@ -208,8 +206,7 @@ class LmHead(Layer):
             yield Part(f"{self.name}.weight", self.shape, (rows, slice(None)), "weight", slice(0, len(self.span)))
 
     def finish(self) -> None:
-        self.packed = pack(self.source[0].weight if self.source else self.weight)
-        self.weight = None
+        self.packed = pack(self.source[0].weight if self.source else taken(self, "weight"))
 
     def forward(self, hidden: Tensor) -> Tensor | None:
         """Float32, so that near ties are not rounded away."""
@@ -228,11 +225,11 @@ def replicated(name: str, weight: Tensor, param: str) -> Part:
     return Part(name, tuple(weight.shape), everything, param, everything[0])
 
 
-def plain(layer: Layer, param: str) -> Tensor | None:
+def taken(layer: Layer, param: str) -> Tensor:
     """Takes a parameter out of torch's registry, as an ordinary tensor."""
     weight = getattr(layer, param)
     delattr(layer, param)
-    return None if weight is None else weight.detach()
+    return weight.detach()
 
 
 def settle(model: nn.Module) -> None:

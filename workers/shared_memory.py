@@ -7,24 +7,19 @@ takes a few microseconds plus the wait for the slowest rank.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 import mmap
 import os
-import shutil
-import subprocess
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from orcaserve.kernels.cpu.library import library
 from orcaserve.workers.errors import PeerLost
 from orcaserve.workers.sharding import even_span
 
-SOURCE = Path(__file__).with_suffix(".c")
-MAX_RANKS = 32  # as in the source
+MAX_RANKS = 32  # as in kernels/cpu/csrc/shared_memory.c
 BUFFER_BYTES = 1 << 20  # of one rank and generation: larger tensors pass in pieces that stay in the cache
 NUM_SPINS = 20_000  # looks at a peer's mark before sleeping, about 0.3 ms
 
@@ -48,8 +43,8 @@ class SharedMemoryGroup:
         assert size <= MAX_RANKS, f"{size} ranks on one host, at most {MAX_RANKS} are supported"
         self.rank = rank
         self.size = size
-        self._library = _library()
-        num_bytes = self._library.shm_region_bytes(size, BUFFER_BYTES)
+        self._library = library()
+        num_bytes = self._library.orca_shm_region_bytes(size, BUFFER_BYTES)
         self._memory = _map(store, rank, size, num_bytes)
         view = ctypes.c_char.from_buffer(self._memory)
         # A rank that spins while the one it waits for has no core to run on would only delay it.
@@ -63,7 +58,7 @@ class SharedMemoryGroup:
         if x.dtype == torch.float16:
             return x.copy_(self.all_reduce(x.float()))
         kind = 1 if x.dtype == torch.bfloat16 else 0
-        self._check(self._library.shm_all_reduce(self._pointer, x.data_ptr(), x.numel(), kind))
+        self._check(self._library.orca_shm_all_reduce(self._pointer, x.data_ptr(), x.numel(), kind))
         return x
 
     def gather_columns(self, shard: Tensor, total: int) -> Tensor | None:
@@ -73,12 +68,12 @@ class SharedMemoryGroup:
         out = shard.new_empty(rows, total) if self.rank == 0 else None
         target = 0 if out is None else out.data_ptr()
         offsets = (ctypes.c_int64 * len(starts))(*starts)
-        self._check(self._library.shm_gather(self._pointer, shard.data_ptr(), target, rows, offsets))
+        self._check(self._library.orca_shm_gather(self._pointer, shard.data_ptr(), target, rows, offsets))
         return out
 
     def broadcast(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
-        self._check(self._library.shm_broadcast(self._pointer, x.data_ptr(), x.numel() * x.element_size()))
+        self._check(self._library.orca_shm_broadcast(self._pointer, x.data_ptr(), x.numel() * x.element_size()))
         return x
 
     def close(self) -> None:
@@ -87,11 +82,6 @@ class SharedMemoryGroup:
     def _check(self, error: int) -> None:
         if error:
             raise PeerLost(f"rank {self.rank} waited {self._group.timeout_s:g} s for another rank of its group")
-
-
-def available() -> bool:
-    """Whether the C part can be had here: a compiler is all that it takes."""
-    return shutil.which("cc") is not None
 
 
 def _map(store: dist.Store, rank: int, size: int, num_bytes: int) -> mmap.mmap:
@@ -108,35 +98,10 @@ def _map(store: dist.Store, rank: int, size: int, num_bytes: int) -> mmap.mmap:
         memory = mmap.mmap(descriptor, num_bytes)
     finally:
         os.close(descriptor)
-    store.set(f"mapped/{rank}", "")
-    for other in range(size):
-        store.wait([f"mapped/{other}"])
+    # Rank 0 holds the store, and is the last to need it.
     if rank == 0:
+        store.wait([f"mapped/{other}" for other in range(1, size)])
         os.unlink(path)
+    else:
+        store.set(f"mapped/{rank}", "")
     return memory
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(_compiled()))
-    library.shm_region_bytes.restype = ctypes.c_int64
-    library.shm_region_bytes.argtypes = [ctypes.c_int32, ctypes.c_int64]
-    pointer = ctypes.c_void_p
-    library.shm_all_reduce.argtypes = [pointer, pointer, ctypes.c_int64, ctypes.c_int]
-    library.shm_broadcast.argtypes = [pointer, pointer, ctypes.c_int64]
-    library.shm_gather.argtypes = [pointer, pointer, pointer, ctypes.c_int64, pointer]
-    return library
-
-
-def _compiled() -> Path:
-    """The shared object of SOURCE, built now unless the cache has it for this very source."""
-    digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    target = Path.home() / ".cache" / "orcaserve" / "native" / f"{SOURCE.stem}-{digest}.so"
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            built = Path(scratch) / target.name
-            options = ["-O3", "-march=native", "-fPIC", "-shared", "-std=gnu11"]
-            subprocess.run(["cc", *options, str(SOURCE), "-o", str(built)], check=True)
-            built.replace(target)
-    return target

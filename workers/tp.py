@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from orcaserve.workers import shared_memory
+from orcaserve.kernels import cpu
 from orcaserve.workers.errors import RendezvousTimeout
 from orcaserve.workers.sharding import even_span
+from orcaserve.workers.shared_memory import SharedMemoryGroup
 
 
 class TpGroup(Protocol):
@@ -112,8 +113,8 @@ def join(init_method: str, rank: int, size: int, device: str, timeout_s: float) 
         store = _store(init_method, rank, size, timeout_s)
         if device == "cuda":
             return DistributedGroup(store, rank, size, "nccl", timeout_s)
-        if _on_one_host(store, rank, size) and shared_memory.available():
-            return shared_memory.SharedMemoryGroup(store, rank, size, timeout_s)
+        if _on_one_host(store, rank, size) and cpu.available():
+            return SharedMemoryGroup(store, rank, size, timeout_s)
         return DistributedGroup(store, rank, size, "gloo", timeout_s)
     except (dist.DistError, TimeoutError) as error:
         raise RendezvousTimeout(
