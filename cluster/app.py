@@ -1,0 +1,83 @@
+"""The router: a Ray Serve deployment around the HTTP surface. `build` is for `serve.run` and Serve's config files:
+
+applications:
+  - name: orcaserve
+    import_path: orcaserve.cluster.app:build
+    args: {model: ..., tensor_parallel_size: 4, ...}   # the flags of `orcaserve serve`
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from orcaserve.cluster.app_config import AppConfig
+from orcaserve.cluster.app_edge import Edge, Receive, Scope, Send
+from orcaserve.cluster.app_generate import Generator
+from orcaserve.cluster.app_metrics import RequestMetrics
+from orcaserve.cluster.app_prepare import Preparer
+from orcaserve.cluster.app_routes import create_routes
+from orcaserve.cluster.app_run import Engine
+from orcaserve.cluster.app_trace import Tracer, otlp_processor
+from orcaserve.cluster.auth import KeyRing, read_tenants
+from orcaserve.cluster.chat import ChatTemplate, read_special_tokens
+from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.text import TextCodec
+from orcaserve.cluster.text_grammar import GrammarChecker
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Surface:
+    """Everything of a router but Ray: the ASGI application, and what must be closed with it."""
+
+    def __init__(self, config: AppConfig, model: ModelInfo, engine: Engine) -> None:
+        tenants = read_tenants(config.tenants_file) if config.tenants_file is not None else []
+        keys = KeyRing(config.api_key, tenants)
+        self.codec = TextCodec.from_file(model.tokenizer_file)
+        self.grammars = GrammarChecker(model.tokenizer_file, model.vocab_size, config.grammar_timeout_s)
+        template = None
+        if model.chat_template is not None:
+            template = ChatTemplate(model.chat_template, read_special_tokens(model.model_dir))
+        preparer = Preparer(model, self.codec, template, self.grammars, config)
+        processor = otlp_processor(config.otlp_endpoint) if config.otlp_endpoint is not None else None
+        self.metrics = RequestMetrics(model.name)
+        self.generator = Generator(config, preparer, engine, self.metrics, Tracer(processor, model.name))
+        self.routes = create_routes(self.generator)
+        self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics)
+
+    async def close(self) -> None:
+        """End the helper processes."""
+        await self.grammars.close()
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The Serve application for these options (those of `orcaserve serve`, with underscores)."""
+    from ray import serve
+
+    from orcaserve.cluster.config import ServeConfig
+    from orcaserve.cluster.router import Router
+
+    config = ServeConfig.load(args)
+    return serve.deployment(
+        name="router",
+        num_replicas=config.routers,
+        max_ongoing_requests=100_000,  # the scheduler's bounded queue refuses, with a reason and a Retry-After
+        ray_actor_options={"num_cpus": 0},
+        health_check_period_s=5,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + 5,
+    )(serve.ingress()(Router)).bind(config)
+
+
+def log_to_stderr() -> None:
+    """One line a request on this process's stderr (Ray Serve keeps it in the replica's log file)."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    access = logging.getLogger("orcaserve.access")
+    access.addHandler(handler)
+    access.setLevel(logging.INFO)
+    access.propagate = False

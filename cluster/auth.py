@@ -1,0 +1,104 @@
+"""API keys: who is calling. Keys are hashed when they are read, compared in constant time, and never logged."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from orcaserve.cluster.errors import Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/ready"})  # all else wants a key, where keys are configured
+
+
+class Tenant(BaseModel):
+    """Who a key belongs to, and what it may use. Zero is no limit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = ""
+    weight: float = Field(default=1.0, gt=0)  # share of the machine under the fair policy
+    max_concurrency: int = Field(default=0, ge=0)  # requests at a time, in one router
+    max_tokens_per_minute: int = Field(default=0, ge=0)  # prompt and generated tokens, in one router
+
+
+class TenantEntry(Tenant):
+    """One entry of the tenants file: a tenant and its keys (several, so that they can be rotated)."""
+
+    name: str = Field(min_length=1)
+    keys: list[str] = Field(min_length=1)
+
+
+class TenantsFile(BaseModel):
+    """YAML: `tenants: [{name, keys: [...], weight, max_concurrency, max_tokens_per_minute}, ...]`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tenants: list[TenantEntry]
+
+
+class KeyRing:
+    """The configured keys, as salted hashes. With none configured every caller is the same nameless tenant."""
+
+    def __init__(self, keys: Iterable[str] = (), tenants: Iterable[TenantEntry] = ()) -> None:
+        self._salt = secrets.token_bytes(32)
+        self._tenants: list[tuple[bytes, Tenant]] = []
+        for key in keys:
+            self._add(key, Tenant(name="default"))
+        for entry in tenants:
+            tenant = Tenant(**entry.model_dump(exclude={"keys"}))
+            for key in entry.keys:
+                self._add(key, tenant)
+
+    def _add(self, key: str, tenant: Tenant) -> None:
+        if not key:
+            raise ValueError("an API key must not be empty")
+        digest = self._digest(key.encode())
+        if any(known == digest for known, _ in self._tenants):
+            raise ValueError(f"an API key is configured twice (the second time for tenant '{tenant.name}')")
+        self._tenants.append((digest, tenant))
+
+    def _digest(self, key: bytes) -> bytes:
+        return hmac.digest(self._salt, key, hashlib.sha256)
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """For the scheduler's fair policy."""
+        return {tenant.name: tenant.weight for _, tenant in self._tenants}
+
+    def tenant_of(self, authorization: list[bytes]) -> Tenant:
+        """The tenant behind a request's `Authorization` headers. Raises Unauthorized.
+
+        Every configured key is compared with, whatever the first ones say.
+        """
+        if not self._tenants:
+            return Tenant()
+        scheme, _, key = authorization[0].partition(b" ") if len(authorization) == 1 else (b"", b"", b"")
+        if scheme.lower() != b"bearer" or not key.strip():
+            raise Unauthorized("This server wants one header 'Authorization: Bearer KEY'.")
+        digest = self._digest(key.strip())
+        found: Tenant | None = None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        if found is None:
+            raise Unauthorized("The API key is not known here.")
+        return found
+
+
+def read_tenants(path: Path) -> list[TenantEntry]:
+    """The tenants file. Raises ValueError that names the file and the place, but no key."""
+    try:
+        parsed = TenantsFile.model_validate(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise ValueError(f"{path}: not valid YAML (line {mark.line + 1 if mark else '?'})") from None
+    return parsed.tenants

@@ -1,0 +1,31 @@
+"""One replica of the router: it finds or makes the application's scheduler and puts the HTTP surface before it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from orcaserve.cluster.app import Asgi, Surface, log_to_stderr
+from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.model_info import find_model_dir, read_model_info
+from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler, resolve_device
+
+
+class Router:
+    """Ray Serve calls the constructor, then asks for the ASGI application."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        model = read_model_info(find_model_dir(config.model), config.served_model_name, config.max_model_len)
+        ensure_scheduler(config, model, resolve_device(config.device))
+        self._engine = connect(config.name)
+        self._surface = Surface(config, model, self._engine)
+        self._starting = asyncio.get_running_loop().create_task(self._engine.start())
+        log_to_stderr()
+
+    def __serve_build_asgi_app__(self) -> Asgi:
+        return self._surface.asgi
+
+    async def close(self) -> None:
+        """Hang up and end the helpers."""
+        self._starting.cancel()
+        await self._engine.close()
+        await self._surface.close()
