@@ -57,11 +57,11 @@ class Applier:
             if request.state is State.RUNNING and request.group is not None:
                 request.group.kv.publish(request, request.num_tokens)
 
-    @staticmethod
-    def _is_plain(record: StepRecord, result: StepResult, ids: list[int]) -> bool:
+    def _is_plain(self, record: StepRecord, result: StepResult, ids: list[int]) -> bool:
         """Only decodes, one token each, and nobody ends."""
         return not (
-            record.chunks
+            self._lookahead
+            or record.chunks
             or record.ends
             or result.num_tokens
             or result.logprobs
