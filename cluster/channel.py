@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Server(Generic[In]):
 
         server_key, server_secret = zmq.curve_keypair()
         client_key, client_secret = zmq.curve_keypair()
-        self._allowed_key = zmq.utils.z85.decode(client_key)
+        self._allowed_key = z85.decode(client_key)
         self._context = zmq.Context()
         self._zap = self._context.socket(zmq.REP)  # answers libzmq's question "may this key come in?"
         self._zap.bind("inproc://zeromq.zap.01")
@@ -118,8 +119,12 @@ class Server(Generic[In]):
         return True
 
     def close(self) -> None:
+        if self._socket.closed:
+            return
         for inbox in self._inboxes:
             inbox.close()
+        self._fd_of.clear()
+        self._peer_at.clear()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(200)
@@ -157,6 +162,7 @@ class Server(Generic[In]):
         if event["event"] & _REFUSED_HANDSHAKES:
             self.num_refused += 1
             return
+        self._inbox.drain()  # what the peer had said before it went
         fd = int(event["value"])
         if self._known_lost.get(fd, 0) > 0:
             self._known_lost[fd] -= 1
@@ -220,6 +226,7 @@ class Client(Generic[In]):
         self._on_message(message)
 
     def _on_event(self, _frames: list[zmq.Frame]) -> None:
+        self._inbox.drain()  # what the server had said before it went
         self._lose()
 
     def _lose(self) -> None:
@@ -272,31 +279,39 @@ class _Inbox:
         self._fd = socket.getsockopt(zmq.FD)
         self._open = True
         self._awake = False
-        self._loop.add_reader(self._fd, self._drain)
+        self._loop.add_reader(self._fd, self._handle_some)
         self.wake()
 
     def wake(self) -> None:
         """Look again soon: the descriptor signals changes only, and a send may have consumed one."""
         if not self._awake:
             self._awake = True
-            self._loop.call_soon(self._drain)
+            self._loop.call_soon(self._handle_some)
 
     def close(self) -> None:
         if self._open:
             self._open = False
             self._loop.remove_reader(self._fd)
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Handle everything that is there, now."""
+        while self._open and self._handle_one():
+            pass
+
+    def _handle_some(self) -> None:
         self._awake = False
         for _ in range(_BATCH):
-            if not self._open:
+            if not self._open or not self._handle_one():
                 return
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._on_frames(frames)
         self.wake()
+
+    def _handle_one(self) -> bool:
+        try:
+            frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        self._on_frames(frames)
+        return True
 
 
 def _connect(endpoint: Endpoint) -> tuple[zmq.Context, zmq.Socket, zmq.Socket]:
@@ -307,7 +322,7 @@ def _connect(endpoint: Endpoint) -> tuple[zmq.Context, zmq.Socket, zmq.Socket]:
     socket.curve_serverkey = endpoint.server_key
     socket.curve_publickey = endpoint.client_public_key
     socket.curve_secretkey = endpoint.client_secret_key
-    socket.reconnect_ivl = -1
+    socket.reconnect_ivl = 24 * 3600 * 1000  # never; "never" itself (-1) would throw away what has arrived unread
     monitor = socket.get_monitor_socket(_CLIENT_ENDS)
     socket.connect(endpoint.address)
     return context, socket, monitor

@@ -152,13 +152,17 @@ class SchedulerService:
 
     def close(self, reason: str) -> None:
         """Tell the routers that what still runs ends here."""
-        self._ticker.cancel()
         for peer in list(self._stream_of):
             self._routers.send(peer, Farewell(reason))
         for line in list(self._lines.values()):
             for peer in line.peers:
                 if peer is not None:
                     self._ranks.send(peer, Leave())
+        self.vanish()
+
+    def vanish(self) -> None:
+        """Hang up on everyone, as a crash would."""
+        self._ticker.cancel()
         self._routers.close()
         self._ranks.close()
 
@@ -263,6 +267,7 @@ class SchedulerService:
         for line in list(self._lines.values()):
             if line.stepping:
                 self._pump(line)
+        self._publish(self.scheduler.expire(self._clock()))  # with what ended at the door or while it waited
 
     def _pump(self, line: _Line) -> None:
         while (plan := self.scheduler.schedule(line.group_id, self._clock())) is not None:

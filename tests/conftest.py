@@ -1,0 +1,90 @@
+"""Shared by the tests of all rooms: hypothesis profiles, and a rank that needs no model."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from hypothesis import settings
+
+from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
+from orcaserve.cluster.wire import Done, Hello, Leave, Step, ToRank
+from orcaserve.engine.messages import StepPlan, StepResult
+from orcaserve.workers.slots import SlotTable
+
+settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
+settings.register_profile("nightly", deadline=None, max_examples=1000)
+settings.load_profile("nightly" if "nightly" in os.environ.get("PYTEST_ADDOPTS", "") else "ci")
+
+
+def counted_token(prompt: list[int], position: int, choice: int = 0) -> int:
+    """The token that a CountingRank finds at a position: it depends on the whole prompt, the place and the choice."""
+    return (sum(prompt) * 31 + position * 7 + choice * 13) % 1000 + 10
+
+
+def counted_tokens(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
+    return [counted_token(prompt, len(prompt) + i, choice) for i in range(num_tokens)]
+
+
+class CountingRank:
+    """A real rank on a real channel, in a thread, whose model is a sum. `gate` holds its steps back while cleared."""
+
+    def __init__(self, endpoint: Endpoint, hello: Hello, max_num_seqs: int = 64, max_model_len: int = 4096) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.num_steps = 0
+        self.plans: list[StepPlan] = []
+        self._slots = SlotTable(max_num_seqs, max_model_len, block_size=16)
+        self._link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)
+        self._rank = hello.rank
+        self._link.send(hello)
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        try:
+            while not isinstance(message := self._link.recv(), Leave):
+                assert isinstance(message, Step)
+                self.gate.wait()
+                result = self._step(message.plan)
+                if self._rank == 0:
+                    self._link.send(Done(result))
+        except ChannelClosed:
+            pass
+        finally:
+            self._link.close()
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        self.num_steps += 1
+        self.plans.append(plan)
+        table = self._slots
+        table.apply_plan(plan)
+        rows = [c.slot for c in plan.chunks if c.samples] + np.frombuffer(plan.decode_slots, np.int32).tolist()
+        tokens = [self._next(slot) for slot in rows]
+        if rows:
+            table.append(np.array(rows), np.array(tokens, np.int32))
+        return StepResult(plan.step_id, np.array(tokens, np.int32).tobytes())
+
+    def _next(self, slot: int) -> int:
+        table = self._slots
+        prompt = table.token_ids[slot, : table.num_prompt_tokens[slot]].tolist()
+        return counted_token(prompt, int(table.num_tokens[slot]), int(table.choice_index[slot]))
+
+
+@pytest.fixture
+def counting_ranks() -> Iterator[Callable[..., CountingRank]]:
+    """Makes CountingRanks; they end with their scheduler's channel, which the test closes."""
+    ranks: list[CountingRank] = []
+
+    def make(endpoint: Endpoint, group_id: int, incarnation: str = "a", rank: int = 0) -> CountingRank:
+        ranks.append(CountingRank(endpoint, Hello(group_id, incarnation, rank)))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.gate.set()
+        rank.thread.join(timeout=10)
+        assert not rank.thread.is_alive()
