@@ -52,7 +52,9 @@ class Stage:
         stats = self.service.scheduler.stats()
         return ClusterStatus(True, False, [], stats, self.service.num_routers, 0, 0, 0, 0.0, 0)
 
-    async def group(self, group_id: int = 0, incarnation: str = "a", size: int = 1, blocks: int = 512) -> list[CountingRank]:
+    async def group(
+        self, group_id: int = 0, incarnation: str = "a", size: int = 1, blocks: int = 512
+    ) -> list[CountingRank]:
         complete = self.service.expect_group(group_id, incarnation, size)
         ranks = [self.make_rank(self.service.rank_endpoint, group_id, incarnation, r) for r in range(size)]
         await asyncio.wait_for(complete.wait(), 5)
@@ -89,7 +91,7 @@ async def eventually(condition: Callable[[], bool] | Callable[[], Awaitable[bool
     async with asyncio.timeout(within_s):
         while True:
             value = condition()
-            if (await value if isinstance(value, Awaitable) else value):
+            if await value if isinstance(value, Awaitable) else value:
                 return
             await asyncio.sleep(0.01)
 
@@ -346,5 +348,3 @@ def test_messages_cost_tens_of_microseconds(counting_ranks: Callable[..., Counti
             assert (time.perf_counter() - started_s) / 500 < 0.005  # there and back, in one process; 0.2 ms when idle
 
     run(test)
-
-
