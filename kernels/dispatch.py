@@ -89,10 +89,8 @@ def native_cpu(function: str) -> Loader:
     """A loader of one function of kernels.cpu, which needs a C compiler."""
 
     def load() -> Implementation:
-        try:
-            from orcaserve.kernels import cpu
-        except ImportError as error:
-            raise CannotRun(str(error)) from error
+        from orcaserve.kernels import cpu
+
         if not cpu.available():
             raise CannotRun("the native CPU kernels could not be compiled")
         return getattr(cpu, function)
