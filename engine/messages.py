@@ -98,7 +98,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     sample_s: float = 0.0
 
 
-class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
     """New tokens of one choice of one request. The last one carries the finish reason; nothing follows it."""
 
     request_id: str
