@@ -35,6 +35,7 @@ _RESPONSES: list[type[BaseModel]] = [
     responses.DetokenizeResponse,
     responses.VersionResponse,
     responses.HealthResponse,
+    responses.ClusterStatusResponse,
     responses.ErrorBody,
 ]
 
@@ -164,6 +165,11 @@ def _status_routes(generator: Generator) -> APIRouter:
         if not status.ready:
             raise Unavailable(_unready(status), retry_after_s=5.0)
         return _json({"status": "ready"})
+
+    @router.get("/cluster", responses=_answers(responses.ClusterStatusResponse))
+    async def cluster() -> Response:
+        """Groups, queue and cache at this moment."""
+        return _json(await generator.engine.status())
 
     @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:

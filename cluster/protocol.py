@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 INT64_MAX = 2**63 - 1
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = Annotated[list[TokenId], FailFast()]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 NonEmptyString = Annotated[str, StringConstraints(min_length=1)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, FailFast, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from orcaserve.cluster.protocol import ApiModel, GenerationRequest
@@ -40,7 +40,7 @@ def _content_kind(content: Any) -> str | None:
 
 Content = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[TextPart], FailFast(), Field(min_length=1), Tag("<parts>")]
+    | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("<parts>")]
     | Annotated[None, Tag("<null>")],
     Discriminator(_content_kind),
 ]
@@ -93,7 +93,7 @@ class ChatCompletionRequest(GenerationRequest):
         "prompt": (),
     }
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: int | None = Field(None, description="OpenAI's newer name of max_tokens; wins over it.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None

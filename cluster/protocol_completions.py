@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, cast
 
-from pydantic import Discriminator, FailFast, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from orcaserve.cluster.protocol import ApiModel, GenerationRequest, TokenIds
 from orcaserve.cluster.protocol_chat import Message
@@ -20,9 +20,9 @@ def _prompt_kind(prompt: Any) -> str:
 
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
-    | Annotated[list[str], FailFast(), Tag("<texts>")]
+    | Annotated[list[str], Field(fail_fast=True), Tag("<texts>")]
     | Annotated[TokenIds, Tag("<ids>")]
-    | Annotated[list[TokenIds], FailFast(), Tag("<lists>")],
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("<lists>")],
     Discriminator(_prompt_kind),
 ]
 
@@ -52,7 +52,7 @@ class TokenizeRequest(ApiModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None

@@ -188,3 +188,22 @@ class VersionResponse(ResponseModel):
 class HealthResponse(ResponseModel):
     status: str
     reason: str | None = None
+
+
+class GroupResponse(ResponseModel):
+    group_id: int
+    state: str
+    phase: str = ""
+    num_kv_blocks: int = 0
+    error: str = ""
+
+
+class ClusterStatusResponse(ResponseModel):
+    """One consistent look at the service; the scheduler's figures are engine.stats.SchedulerStats."""
+
+    ready: bool
+    draining: bool
+    groups: list[GroupResponse]
+    scheduler: dict[str, Any]
+    num_routers: int
+    uptime_s: float

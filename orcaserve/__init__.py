@@ -1,4 +1,4 @@
-"""orcaserve: large language models on a Ray cluster. This is the public face: the client; the server is `orcaserve serve`.
+"""orcaserve: large language models on a Ray cluster. The public face is the client; the server is `orcaserve serve`.
 
 The names are loaded when they are first used, so that the server's processes do not pay for the client.
 """
@@ -24,4 +24,4 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'orcaserve' has no attribute '{name}'")
 
 
-__all__ = ["AsyncClient", "Client", "__version__"]  # noqa: F822 (loaded by __getattr__)
+__all__ = ["AsyncClient", "Client", "__version__"]
