@@ -84,6 +84,7 @@ class _Service:
                 logging_level="ERROR",
                 _node_ip_address="127.0.0.1" if config.on_loopback else None,
             )
+        self._say(f"Ray is at {ray.get_runtime_context().gcs_address}")
         _interrupt_on_signals()  # ray.init has put its own handler there
         from orcaserve.cluster.scheduler_actor import ensure_scheduler, resolve_device
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
@@ -192,10 +192,8 @@ def test_cancelling_a_submission_aborts_it(counting_ranks: Callable[..., Countin
                 for _ in range(i % 7):
                     await asyncio.sleep(0)
                 task.cancel()
-                try:
+                with suppress(asyncio.CancelledError):
                     await (await task).aclose()
-                except asyncio.CancelledError:
-                    pass
             stats = here.service.scheduler.stats
             await eventually(lambda: (stats().running, stats().waiting) == (0, 0))
 

@@ -1,0 +1,128 @@
+"""`orcaserve serve` as a user starts it: a process of its own with all that it brings up, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from orcaserve.cluster.local import free_port
+
+
+class Serving:
+    """Starts on construction; `wait_ready` and `stop` wait for what their names say."""
+
+    def __init__(self, *options: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log: list[str] = []
+        self.started_s = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "orcaserve.cli", "serve", "--port", str(self.port), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.log.extend(self.process.stdout)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.log)
+
+    @property
+    def ray_address(self) -> str:
+        [line] = [line for line in self.log if "Ray is at " in line]
+        return line.split()[-1]
+
+    def wait_ready(self, within_s: float = 120.0) -> None:
+        while not any(line.startswith("curl ") for line in self.log):
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() - self.started_s < within_s, self.output
+            time.sleep(0.1)
+
+    def stop(self, sig: signal.Signals = signal.SIGINT) -> float:
+        """Seconds until it was gone."""
+        began_s = time.monotonic()
+        if self.process.poll() is None:
+            self.process.send_signal(sig)
+        self.process.wait(timeout=60)
+        self._reader.join()
+        return time.monotonic() - began_s
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def processes(self) -> dict[int, str]:
+        """Everything that this start has brought up and that lives: pid -> command line."""
+        children: dict[int, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:
+                    continue
+                children.setdefault(parent, []).append(int(entry.name))
+        found: dict[int, str] = {}
+        todo = [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            try:
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            except OSError:
+                continue
+            todo.extend(children.get(pid, []))
+        return found
+
+    def listeners(self) -> list[str]:
+        """Addresses that its processes listen on."""
+        pids = self.processes()
+        lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+        return [line.split()[3] for line in lines if any(f"pid={pid}," in line for pid in pids)]
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used so far."""
+        total = 0
+        for pid in self.processes():
+            try:
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            total += int(fields[11]) + int(fields[12])
+        return total / os.sysconf("SC_CLK_TCK")
+
+
+def still_alive(pids: dict[int, str]) -> dict[int, str]:
+    """Those of the processes that are there under the same command line."""
+    alive = {}
+    for pid, command in pids.items():
+        try:
+            now = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue
+        if now and now == command:
+            alive[pid] = command
+    return alive
