@@ -120,3 +120,36 @@ def _static_batch(prompts: Sequence[int], outputs: Sequence[int]) -> tuple[int, 
     size, steps = len(prompts), max(outputs)
     computed = size * (max(prompts) + steps - 1)
     return steps, computed, computed - sum(prompts) - sum(outputs) + size
+
+
+def as_text(shown: Demonstration) -> str:
+    """The table as it is printed: step, active slots, tokens in the step, queue left, events; then the totals."""
+    head = f"{'step':>4}  {'active slots':>12}  {'tokens':>6}  {'queue left':>10}  events"
+    lines = [head, "-" * len(head)]
+    lines += [f"{s.step:>4}  {s.active_slots:>12}  {s.tokens:>6}  {s.queue_left:>10}  {s.events}" for s in shown.steps]
+    total = totals(shown)
+    answers = ", ".join(f"R{i + 1} {n}" for i, n in enumerate(shown.output_tokens))
+    lines += [
+        "",
+        f"answers (tokens): {answers}",
+        f"{total['steps']} steps, {shown.prompt_tokens} prompt tokens, {total['output_tokens']} output tokens",
+        f"padding: {shown.padding_tokens} of {shown.computed_tokens} computed tokens ({total['padding_share']:.1%})",
+        f"the same answers in static batches of {NUM_SLOTS}: {shown.static_steps} steps, padding "
+        f"{shown.static_padding_tokens} of {shown.static_computed_tokens} computed tokens "
+        f"({total['static_padding_share']:.1%})",
+    ]
+    return "\n".join(lines)
+
+
+def totals(shown: Demonstration) -> dict[str, float]:
+    """The figures below the table."""
+    return {
+        "steps": len(shown.steps),
+        "prompt_tokens": shown.prompt_tokens,
+        "output_tokens": sum(shown.output_tokens),
+        "computed_tokens": shown.computed_tokens,
+        "padding_share": shown.padding_tokens / shown.computed_tokens,
+        "static_steps": shown.static_steps,
+        "static_computed_tokens": shown.static_computed_tokens,
+        "static_padding_share": shown.static_padding_tokens / shown.static_computed_tokens,
+    }

@@ -43,7 +43,9 @@ def print_run(result: RunResult) -> None:
     queue = s.queue_ms or result.server_queue_ms
     for name, stats in (("TTFT ms", s.ttft_ms), ("TPOT ms", s.tpot_ms), ("ITL ms", s.itl_ms), ("queue wait ms", queue)):
         if stats:
-            rows.append([name, *(f"{stats[key]:,.1f}" if key in stats else "" for key in ("mean", "p50", "p99", "max"))])
+            rows.append(
+                [name, *(f"{stats[key]:,.1f}" if key in stats else "" for key in ("mean", "p50", "p99", "max"))]
+            )
     print_table(f"{s.output_throughput:,.1f} output tokens/s, {s.request_throughput:.2f} requests/s", rows)
     for error, count in s.errors.items():
         console.print(f"[red]{count} failed[/]: {error}")

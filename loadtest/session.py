@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from orcaserve.loadtest import live, workload
-from orcaserve.loadtest.arrivals import Arrivals, ClosedLoop, OpenLoop, constant, gamma, replay
+from orcaserve.loadtest.arrivals import Arrivals, ClosedLoop, OpenLoop, Times, constant, gamma, replay
 from orcaserve.loadtest.run import Generator, Progress, RunConfig, RunResult
 from orcaserve.loadtest.trace import approximate_tokens, read_trace
 from orcaserve.loadtest.workload import BadWorkload, LoadRequest, WorkloadSpec
@@ -107,3 +107,13 @@ async def run_once(
     generator = Generator(config, progress)
     async with live.shown(progress, console, config.label or config.base_url):
         return await generator.run(load.requests, build_arrivals(options, load, rate, concurrency))
+
+
+def trace_times(load: Load, rate: float, seed: int) -> Times:
+    """Arrival times for a simulation: the trace's own, sped up to `rate` where it is above 0; else Poisson."""
+    if load.times_s is not None:
+        times = replay(np.array(load.times_s)).times_s
+        return times * (len(times) / times[-1] / rate) if rate > 0 and times[-1] > 0 else times
+    if rate <= 0:
+        raise BadWorkload(f"rate must be above 0 where no trace gives the times, got {rate}")
+    return gamma(len(load.requests), rate, 1.0, np.random.default_rng((seed, 3))).times_s

@@ -147,6 +147,7 @@ class Figures(msgspec.Struct):
     slo_attainment: float
     goodput: float
     num_steps: int
+    mean_batch: float  # sampled rows of a step
     utilisation: float  # share of the groups' time that went into steps
     wall_s: float
 
@@ -292,22 +293,24 @@ class Simulation:
         if self._host_clock is not None:
             now += self._host_clock() - started
         deltas = by_stream.get(0, [])
-        for delta in deltas:
-            self._receive(delta, now)
+        self._receive(deltas, now)
         if self._step_listener is not None:
             self._step_listener(now, plan, work, deltas)
         if not self._start_step(group, now):
             self._idle[group] = None
 
-    def _receive(self, delta: TokenDelta, now: float) -> None:
-        index = int(delta.request_id)
-        if not self._tokens[index] and delta.token_ids:
-            self._first[index] = now
-            self._queue[index] = delta.queue_s
-        self._tokens[index] += len(delta.token_ids)
-        if delta.finish_reason is not None:
-            self._reasons[delta.finish_reason] = self._reasons.get(delta.finish_reason, 0) + 1
-            self._close(index, now)
+    def _receive(self, deltas: list[TokenDelta], now: float) -> None:
+        tokens = self._tokens  # a local: this loop runs once for every token of the simulation
+        for delta in deltas:
+            index = int(delta.request_id)
+            before = tokens[index]
+            tokens[index] = before + len(delta.token_ids)
+            if not before and delta.token_ids:
+                self._first[index] = now
+                self._queue[index] = delta.queue_s
+            if delta.finish_reason is not None:
+                self._reasons[delta.finish_reason] = self._reasons.get(delta.finish_reason, 0) + 1
+                self._close(index, now)
 
     def _close(self, index: int, now: float) -> None:
         self._end[index] = now
@@ -383,6 +386,7 @@ def figures(outcome: Outcome, num_groups: int, slo: Slo = NO_SLO) -> Figures:
         slo_attainment=float(kept.mean()) if len(kept) else 0.0,
         goodput=float(kept.sum()) / duration,
         num_steps=outcome.num_steps,
+        mean_batch=(total + outcome.discarded_tokens) / max(1, outcome.num_steps),
         utilisation=outcome.busy_s / (duration * num_groups),
         wall_s=outcome.wall_s,
     )

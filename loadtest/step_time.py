@@ -196,3 +196,10 @@ def predicted(shape: ModelShape, device: Device, tensor_parallel_size: int, log:
 def _error(shape: ModelShape, device: Device, tensor_parallel_size: int, log: StepLog) -> float:
     seconds = predicted(shape, device, tensor_parallel_size, log)
     return float(np.abs(np.log(seconds / np.asarray(log.seconds))).mean())
+
+
+def find_device(name: str) -> Device:
+    """By its name; the known ones are in DEVICES."""
+    if name.lower() not in DEVICES:
+        raise ValueError(f"gpu {name!r}: known are {', '.join(sorted(DEVICES))}")
+    return DEVICES[name.lower()]

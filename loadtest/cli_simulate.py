@@ -1,0 +1,140 @@
+"""`orcaserve simulate`: everything that runs on the virtual clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+simulate_app = typer.Typer(help="The scheduler on a virtual clock: demonstration, four-row study, capacity planning.")
+
+ModelName = Annotated[str, typer.Option(help="llama-3-70b, llama-3-8b, a config.json or a model folder.")]
+Gpu = Annotated[str, typer.Option(help="h100, h200, a100 or cpu.")]
+
+
+@simulate_app.callback(invoke_without_command=True)
+def simulate(
+    context: typer.Context,
+    trace: Annotated[bool, typer.Option("--trace", help="Print the classic demonstration step by step.")] = False,
+) -> None:
+    """Run the scheduler without a model, on a virtual clock."""
+    if context.invoked_subcommand is not None:
+        return
+    if not trace:
+        typer.echo(context.get_help())
+        raise typer.Exit(2)
+    from orcaserve.loadtest import demonstration
+    from orcaserve.loadtest.output import print_json
+
+    shown = demonstration.run()
+    typer.echo(demonstration.as_text(shown))
+    print_json(demonstration.totals(shown))
+
+
+@simulate_app.command()
+def table(
+    model: ModelName = "llama-3-70b",
+    gpu: Gpu = "h100",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 4,
+    users: Annotated[int, typer.Option(min=1, help="Closed loop: each has one request in flight.")] = 50,
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 1000,
+    lengths: Annotated[str, typer.Option()] = "sharegpt",
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("out/simulate-table"),
+) -> None:
+    """Static batching against continuous batching: throughput, latencies, queue wait, padding."""
+    from orcaserve.loadtest import study
+    from orcaserve.loadtest.model_shape import load_shape
+    from orcaserve.loadtest.output import console, print_json, print_table, refusals
+    from orcaserve.loadtest.step_time import find_device
+
+    with refusals():
+        spec = study.StudySpec(users=users, num_requests=num_requests, lengths=lengths, seed=seed)
+        rows = study.simulated(load_shape(model), find_device(gpu), tensor_parallel_size, spec)
+        title = f"{model}, TP={tensor_parallel_size} on {gpu}, {users} users, virtual clock"
+        print_table(title, study.as_table(rows))
+        page = study.write_report(rows, out, title)
+        console.print(f"report: {page}")
+    print_json(study.as_dict(rows))
+
+
+@simulate_app.command()
+def plan(
+    model: ModelName = "llama-3-70b",
+    gpu: Gpu = "h100",
+    slo: Annotated[str, typer.Option(help="Limits such as ttft=500ms,itl=50ms.")] = "ttft=500ms,itl=50ms",
+    attainment: Annotated[float, typer.Option(help="Share of requests that must keep the SLO.")] = 0.99,
+    trace: Annotated[Path | None, typer.Option(help="BurstGPT, Azure LLM or ShareGPT file.")] = None,
+    rate: Annotated[float, typer.Option(help="Requests a second; a trace with times is sped up to it.")] = 0.0,
+    lengths: Annotated[str, typer.Option(help="Without a trace.")] = "sharegpt",
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 5000,
+    tp: Annotated[str, typer.Option(help="TP sizes to try.")] = "1,2,4,8",
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    max_model_len: Annotated[int, typer.Option(min=2)] = 8192,
+    gpu_memory_utilization: Annotated[float, typer.Option()] = 0.9,
+    max_groups: Annotated[int, typer.Option(min=1)] = 1024,
+    processes: Annotated[int, typer.Option(min=1, help="Cores to simulate on.")] = 2,
+    seed: Annotated[int, typer.Option()] = 0,
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("out/plan"),
+) -> None:
+    """How many groups of which TP size keep the SLO, found by simulating them."""
+    import numpy as np
+
+    from orcaserve.loadtest import fleet as fleets
+    from orcaserve.loadtest import plan as planning
+    from orcaserve.loadtest import report
+    from orcaserve.loadtest.metrics import Slo
+    from orcaserve.loadtest.model_shape import load_shape
+    from orcaserve.loadtest.output import console, print_json, print_table, refusals
+    from orcaserve.loadtest.session import LoadOptions, build_load, trace_times
+    from orcaserve.loadtest.step_time import find_device
+
+    with refusals():
+        load = build_load(LoadOptions(num_requests=num_requests, lengths=lengths, trace=trace, seed=seed))
+        times = trace_times(load, rate, seed)
+        fleet = fleets.Fleet(
+            shape=load_shape(model),
+            device=find_device(gpu),
+            tensor_parallel_size=1,
+            num_groups=1,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )
+        found = planning.plan(
+            fleet,
+            tuple(int(size) for size in tp.split(",")),
+            times,
+            np.array([r.prompt_tokens for r in load.requests]),
+            np.array([r.output_tokens for r in load.requests]),
+            Slo.parse(slo),
+            attainment,
+            max_groups,
+            processes,
+            lambda t: console.print(
+                f"TP={t.tensor_parallel_size} x {t.num_groups}: SLO kept by {t.figures.slo_attainment:.2%}"
+            ),
+        )
+        title = f"{model} on {gpu}: {len(load.requests)} requests, {len(times) / max(times[-1], 1e-9):.1f}/s, {slo}"
+        rows = planning.rows(found)
+        print_table(title, rows)
+        picture = planning.picture(found, title)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "plan.png").write_bytes(picture)
+        page = report.write_page(
+            out / "plan.html", title, [report.table("Smallest fleets", rows[0], rows[1:])], {"plan": picture}
+        )
+        console.print(f"report: {page}")
+    best = found.best
+    print_json(
+        {
+            "best": None
+            if best is None
+            else {"tensor_parallel_size": best.tensor_parallel_size, "groups": best.num_groups, "gpus": best.num_gpus},
+            "smallest": {str(size): trial for size, trial in found.smallest.items()},
+            "too_small": {str(size): why for size, why in found.too_small.items()},
+        }
+    )
