@@ -76,8 +76,10 @@ def test_calibration_recovers_what_made_the_log() -> None:
     found = calibrate(LLAMA_3_8B, H100, 1, log)
     error = np.abs(np.log(predicted(LLAMA_3_8B, found, 1, log) / np.array(log.seconds))).mean()
     assert error < 0.03
-    assert found.memory_efficiency == pytest.approx(0.55, rel=0.15)
-    assert found.flops_efficiency == pytest.approx(0.3, rel=0.15)
+    # Weights and overhead are both constant in a decode, so only their sum can be found; unseen work is what counts.
+    for work in ((1, 1, 50, 0), (64, 64, 64 * 900, 0), (1024, 8, 9000, 600_000)):
+        truly = StepTime(LLAMA_3_8B, truth, 1).seconds(*work)
+        assert StepTime(LLAMA_3_8B, found, 1).seconds(*work) == pytest.approx(truly, rel=0.25)
     assert "calibrated on 400" in found.source
 
 
