@@ -9,6 +9,7 @@
 #include <stdlib.h>
 
 #include "pool.h"
+#include "scratch.h"
 #include "vec.h"
 
 #define TILE 64           // keys scored at a time
@@ -44,23 +45,6 @@ struct item {
     int32_t segment, num_segments;     // of a split item; num_segments 0: not split
     int32_t partial, counter;          // where the split items of this row block leave their results
 };
-
-// Working memory of one thread. Grows and stays.
-struct scratch {
-    size_t bytes;
-    char *base;
-};
-static _Thread_local struct scratch scratch;
-
-static char *scratch_of(size_t bytes) {
-    if (scratch.bytes < bytes) {
-        free(scratch.base);
-        scratch.base = aligned_alloc(64, (bytes + 63) / 64 * 64);
-        if (!scratch.base) abort();
-        scratch.bytes = bytes;
-    }
-    return scratch.base;
-}
 
 // The state of the online softmax of a block of rows: accumulators [rows, padded], maxima and sums [rows].
 struct state {
@@ -100,7 +84,6 @@ static __attribute__((noinline)) void merge(struct state into, struct state from
     }
 }
 
-// Scores of one row block against one tile, then its softmax weights in place; returns nothing it cannot recompute.
 struct tile {
     int64_t begin;         // absolute position of its first key
     int count;             // keys of the context within it
@@ -108,6 +91,8 @@ struct tile {
     const char *v[TILE];
 };
 
+// One row of scores becomes softmax weights, in place. Keys outside [low, high) weigh nothing. `top` and `sum` go on;
+// what was accumulated before must be multiplied by `correction`.
 INLINE void weigh(const struct attention *c, float *scores, int64_t begin, int64_t low, int64_t high, float *top,
                   float *sum, float *correction) {
     vecf s[TILE_VECS];
@@ -144,13 +129,12 @@ INLINE void weigh(const struct attention *c, float *scores, int64_t begin, int64
 
 // Runs the item's row block over the tiles of keys [first, last): see attention.inc.h.
 typedef void (*attend_fn)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
-                          struct state state, const char *q, char *work);
+                          struct state state, const float *q, char *work);
 
 #define T float
 #define LOAD load_f32
 #define STORE store_f32
 #define NAME(x) x##_f32
-#define IS_FLOAT 1
 #define PAIRS 0
 #include "attention.inc.h"
 
@@ -158,15 +142,13 @@ typedef void (*attend_fn)(const struct attention *c, const struct item *item, in
 #define LOAD load_bf16
 #define STORE store_bf16
 #define NAME(x) x##_bf16
-#define IS_FLOAT 0
-#define PAIRS BF16_DOT
+#define PAIRS 1
 #include "attention.inc.h"
 
 #define T fp16
 #define LOAD load_fp16
 #define STORE store_fp16
 #define NAME(x) x##_fp16
-#define IS_FLOAT 0
 #define PAIRS 0
 #include "attention.inc.h"
 
@@ -230,30 +212,24 @@ static void plan_items(const struct attention *c, struct plan *plan) {
 
 static void run_items(const struct attention *c, int64_t begin, int64_t end, int dtype) {
     static const attend_fn attend[] = {attend_f32, attend_bf16, attend_fp16};
+    static void (*const load_queries[])(const struct attention *, const struct item *, float *) = {
+        load_queries_f32, load_queries_bf16, load_queries_fp16};
     static void (*const store[])(const struct attention *, const struct item *, struct state) = {
         store_rows_f32, store_rows_bf16, store_rows_fp16};
     const int64_t most_rows = (int64_t)c->block_queries * c->group;
     const int64_t floats = (state_floats(most_rows, c->padded) + 15) / 16 * 16;
-    const size_t row_bytes = (size_t)most_rows * c->padded * 4;
+    const int64_t q_floats = most_rows * c->padded;
     const size_t work_bytes = (size_t)TILE * c->padded * 4 * 3 + (size_t)ROWS * TILE * 4 + 64;
-    float *base = (float *)scratch_of((size_t)floats * 8 + row_bytes + work_bytes + 128);
-    char *q = (char *)(base + 2 * floats);
-    char *work = q + (row_bytes + 63) / 64 * 64;
+    float *base = scratch_of((size_t)(2 * floats + q_floats) * sizeof(float) + work_bytes);
+    float *q = base + 2 * floats;
+    char *work = (char *)(q + q_floats);
     for (int64_t i = begin; i < end; i++) {
         const struct item *item = &c->items[i];
         const int64_t rows = (int64_t)item->num_queries * c->group;
         struct state total = state_at(base, rows, c->padded), part = state_at(base + floats, rows, c->padded);
         int64_t first, last;
         key_range(c, item, &first, &last);
-        // The queries of the item, row by row (query, head of the group), padded with zeros.
-        const int64_t token = c->query_start[item->request] + item->first_query;
-        const size_t head_bytes = (size_t)c->head_dim * c->size, padded_bytes = (size_t)c->padded * c->size;
-        for (int64_t r = 0; r < rows; r++) {
-            const int64_t head = (int64_t)item->kv_head * c->group + r % c->group;
-            char *to = q + r * padded_bytes;
-            memcpy(to, c->q + ((token + r / c->group) * c->q_stride + head * c->head_dim) * c->size, head_bytes);
-            memset(to + head_bytes, 0, padded_bytes - head_bytes);
-        }
+        load_queries[dtype](c, item, q);
         if (item->num_segments) {
             const int64_t begin_key = (int64_t)item->segment * SEGMENT, end_key = begin_key + SEGMENT;
             const int64_t first_segment = first / SEGMENT;

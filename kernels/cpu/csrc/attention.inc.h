@@ -1,22 +1,20 @@
-// Included once per element type T; see attention.c. With PAIRS the scores come from pairs of bf16 (one instruction for
-// two products), else from floats.
+// Included once per element type T; see attention.c. With PAIRS an element is bf16, and keys stay in pairs until used.
 
 // keys[step][TILE]: the tile's keys turned round, so that a vector holds one step of LANES keys. A step is one element
-// of the head as float, or with PAIRS two as they are.
+// of the head as float, or with PAIRS two elements as they are.
 INLINE void NAME(turn_keys)(const struct tile *tile, int padded, uint32_t *keys) {
     const int per_step = PAIRS ? 2 : 1;
-    for (int token = 0; token < TILE; token += LANES) {
-        if (token >= tile->count) break;  // scores of keys past the context are masked, whatever is left in there
+    for (int token = 0; token < tile->count; token += LANES)  // whatever is left behind the context is masked later
         for (int d = 0; d < padded; d += LANES * per_step) {
             vecu rows[LANES];
             for (int i = 0; i < LANES; i++) {
                 const T *row = (const T *)tile->k[token + i] + d;
 #if PAIRS
-                if (d + 2 * LANES > padded) {  // half a vector is left
-                    __m256i half = _mm256_loadu_si256((const __m256i *)row);
-                    rows[i] = (vecu)_mm512_zextsi256_si512(half);
-                } else {
+                if (d + 2 * LANES <= padded) {
                     rows[i] = (vecu) * (const vecu_mem *)row;
+                } else {  // half a vector is left
+                    rows[i] = (vecu){0};
+                    memcpy(&rows[i], row, 2 * LANES);
                 }
 #else
                 rows[i] = (vecu)LOAD(row);
@@ -27,28 +25,26 @@ INLINE void NAME(turn_keys)(const struct tile *tile, int padded, uint32_t *keys)
             for (int i = 0; i < steps; i++)
                 *(vecu_mem *)(keys + (d / per_step + i) * TILE + token) = (vecu_mem)rows[i];
         }
-    }
 }
 
-INLINE void NAME(score)(const T *q, int padded, const uint32_t *keys, float *scores, int rows) {
+INLINE void NAME(score)(const float *q, int padded, const uint32_t *keys, float *scores, int rows) {
     vecf s[ROWS][TILE_VECS];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < TILE_VECS; v++) s[r][v] = (vecf){0};
-    const int steps = PAIRS ? padded / 2 : padded;
-    for (int step = 0; step < steps; step++) {
-        vecu k[TILE_VECS];
-        for (int v = 0; v < TILE_VECS; v++) k[v] = (vecu) * (const vecu_mem *)(keys + step * TILE + v * LANES);
+    const int per_step = PAIRS ? 2 : 1;
+    for (int d = 0; d < padded; d += per_step, keys += TILE) {
+#pragma GCC unroll 2
+        for (int i = 0; i < per_step; i++) {
+            vecf k[TILE_VECS];
+            for (int v = 0; v < TILE_VECS; v++) {
+                vecu raw = (vecu) * (const vecu_mem *)(keys + v * LANES);
+                k[v] = !PAIRS ? (vecf)raw : i ? second_of_pair(raw) : first_of_pair(raw);
+            }
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-#if PAIRS
-            uint32_t bits;
-            memcpy(&bits, q + r * padded + 2 * step, 4);
-            vecu qs = bits - (vecu){};
-            for (int v = 0; v < TILE_VECS; v++) s[r][v] = dot_pairs(s[r][v], qs, k[v]);
-#else
-            vecf qs = vec_set(((const float *)q)[r * padded + step]);
-            for (int v = 0; v < TILE_VECS; v++) s[r][v] = vec_fma(qs, (vecf)k[v], s[r][v]);
-#endif
+            for (int r = 0; r < rows; r++) {
+                vecf qs = vec_set(q[r * padded + d + i]);
+                for (int v = 0; v < TILE_VECS; v++) s[r][v] = vec_fma(qs, k[v], s[r][v]);
+            }
         }
     }
     for (int r = 0; r < rows; r++)
@@ -78,7 +74,7 @@ INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int
 
 #define ROWS_CASES(X) X(1) X(2) X(3) X(4) X(5) X(6)
 
-static void NAME(score_rows)(const T *q, int padded, const uint32_t *keys, float *scores, int rows) {
+static void NAME(score_rows)(const float *q, int padded, const uint32_t *keys, float *scores, int rows) {
     switch (rows) {
 #define CASE(n)                                      \
     case n:                                          \
@@ -150,7 +146,7 @@ INLINE void NAME(find_tile)(const struct attention *c, const struct item *item, 
 }
 
 static void NAME(attend)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
-                         struct state state, const char *q_rows, char *work) {
+                         struct state state, const float *q, char *work) {
     const int padded = c->padded;
     const int64_t rows = (int64_t)item->num_queries * c->group;
     const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
@@ -167,14 +163,7 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
             const int64_t last_position = position + (r + n - 1) / c->group;
             if (last_position < begin) continue;
             float correction[ROWS];
-            const T *q = (const T *)q_rows + r * padded;
-#if PAIRS || IS_FLOAT
-            NAME(score_rows)(q, padded, keys, scores, n);
-#else
-            float wide[ROWS * 512];
-            for (int i = 0; i < n * padded; i += LANES) store_f32(wide + i, LOAD(q + i));
-            NAME(score_rows)((const T *)wide, padded, keys, scores, n);
-#endif
+            NAME(score_rows)(q + r * padded, padded, keys, scores, n);
             for (int i = 0; i < n; i++) {
                 const int64_t at = position + (r + i) / c->group;
                 const int64_t low = c->window > 0 ? at + 1 - c->window : 0;
@@ -187,6 +176,23 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
                 NAME(add_four)(&tile, count, column, padded, scores, correction, acc, n);
             for (; column < padded; column += LANES)
                 NAME(add_one)(&tile, count, column, padded, scores, correction, acc, n);
+        }
+    }
+}
+
+// The queries of the item, a row per (token, head of the group), widened and padded with zeros.
+static void NAME(load_queries)(const struct attention *c, const struct item *item, float *q) {
+    const int64_t token = c->query_start[item->request] + item->first_query;
+    for (int i = 0; i < item->num_queries; i++) {
+        const T *from = (const T *)c->q + (token + i) * c->q_stride + item->kv_head * c->group * c->head_dim;
+        for (int head = 0; head < c->group; head++, from += c->head_dim, q += c->padded) {
+            int d = 0;
+            for (; d + LANES <= c->head_dim; d += LANES) store_f32(q + d, LOAD(from + d));
+            if (d < c->head_dim) {
+                T rest[LANES] = {0};
+                memcpy(rest, from + d, (size_t)(c->head_dim - d) * sizeof(T));
+                store_f32(q + d, LOAD(rest));
+            }
         }
     }
 }
@@ -214,4 +220,3 @@ static void NAME(store_rows)(const struct attention *c, const struct item *item,
 #undef STORE
 #undef NAME
 #undef PAIRS
-#undef IS_FLOAT

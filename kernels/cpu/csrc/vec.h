@@ -17,12 +17,6 @@
 #define LANES 8
 #endif
 
-#if VEC512 && defined(__AVX512BF16__)
-#define BF16_DOT 1  // one instruction multiplies pairs of bf16 and adds both products to a float
-#else
-#define BF16_DOT 0
-#endif
-
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vecf __attribute__((vector_size(4 * LANES)));
@@ -156,7 +150,7 @@ INLINE void put_bf16(bf16 *p, float x) {
         p->bits = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 INLINE void store_bf16(bf16 *p, vecf v) {
-#if BF16_DOT
+#if VEC512 && defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)v));
 #else
     vecu bits = (vecu)v;
@@ -197,14 +191,12 @@ INLINE void store_fp16(fp16 *p, vecf v) {
 #endif
 }
 
-// acc[lane] += a[lane].low * b[lane].low + a[lane].high * b[lane].high, where a lane is a pair of bf16.
-INLINE vecf dot_pairs(vecf acc, vecu a, vecu b) {
-#if BF16_DOT
-    return (vecf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-#else
-    acc = vec_fma((vecf)(a << 16), (vecf)(b << 16), acc);
-    return vec_fma((vecf)(a & 0xffff0000u), (vecf)(b & 0xffff0000u), acc);
-#endif
+// A lane of bf16 pairs holds two neighbours; each widens to a float in one instruction.
+INLINE vecf first_of_pair(vecu pairs) {
+    return (vecf)(pairs << 16);
+}
+INLINE vecf second_of_pair(vecu pairs) {
+    return (vecf)(pairs & 0xffff0000u);
 }
 
 // Transposes a LANES x LANES square of 32-bit elements in registers: log2(LANES) rounds of exchanges.
