@@ -15,15 +15,15 @@ from pathlib import Path
 # own refusals are turned into 500s. This stands between Ray and HAProxy and mends the configuration, which is the
 # argument after -f.
 _HAPROXY_WRAPPER = """#!/bin/sh
-config=
+config= previous=
 for word in "$@"; do
   [ "$previous" = -f ] && config=$word
   previous=$word
 done
-if [ -n "$config" ]; then
-  sed -i -e 's/^\\( *bind \\)\\*\\{{0,1\\}}:/\\1127.0.0.1:/' -e '/^ *errorfile /s/ [^ ]*$/ {error_file}/' \\
-    -e '/^ *errorfile 50[24] /d' "$config"
-fi
+[ -n "$config" ] && sed -i \\
+  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:|\\1127.0.0.1:|' \\
+  -e 's|^\\( *errorfile 503 \\).*|\\1{error_file}|' \\
+  -e '/^ *errorfile 50[24] /d' "$config"
 exec {haproxy} "$@"
 """
 
@@ -98,6 +98,17 @@ class LocalRay:
         wrapper.write_text(_HAPROXY_WRAPPER.format(haproxy=get_haproxy_binary(), error_file=error_file))
         wrapper.chmod(0o755)
         return wrapper
+
+
+def keep_replica_on_loopback() -> None:
+    """Ray Serve opens a port between deployments on every interface, and has no option for it.
+
+    To be called in a replica's constructor, which Serve runs before it opens that port.
+    """
+    from ray.serve._private import replica
+
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -6,6 +6,7 @@ import asyncio
 
 from orcaserve.cluster.app import Asgi, Surface, log_to_stderr
 from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.local import keep_replica_on_loopback
 from orcaserve.cluster.model_info import find_model_dir, read_model_info
 from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler, resolve_device
 
@@ -14,6 +15,8 @@ class Router:
     """Ray Serve calls the constructor, then asks for the ASGI application."""
 
     def __init__(self, config: ServeConfig) -> None:
+        if config.ray_address is None and config.on_loopback:
+            keep_replica_on_loopback()
         model = read_model_info(find_model_dir(config.model), config.served_model_name, config.max_model_len)
         ensure_scheduler(config, model, resolve_device(config.device))
         self._engine = connect(config.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +34,15 @@ class KvShape:
     def allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
         """One tensor a layer, [2, num_blocks, num_kv_heads, block_size, head_dim]. Pages are touched as blocks are."""
         shape = (2, num_blocks, *self.block_shape)
+        if device.type == "cpu":
+            return [_untouched_zeros(shape, self.dtype) for _ in range(self.num_layers)]
         return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.num_layers)]
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory page by page as they are written to; torch.zeros would write 4 GiB at the start."""
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def num_cpu_blocks(config: WorkerConfig, shape: KvShape) -> int:
