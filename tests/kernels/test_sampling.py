@@ -14,6 +14,8 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from orcaserve.kernels.sampling import sample, sample_reference, uniform, uniform_reference
 
+SEEDS = st.integers(-(2**63), 2**63 - 1)
+COUNTERS = st.integers(0, 2**31)
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
