@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
-from orcaserve.engine.errors import InvalidParameter
 from orcaserve.engine.messages import FinishReason
 from orcaserve.engine.outbox import Outbox
 from orcaserve.engine.policy import WaitingQueue
@@ -36,10 +35,7 @@ class Ledger:
 
     def open(self, request: Request) -> None:
         choices = self._choices.setdefault(request.request_id, {})
-        if request.choice_index in choices:
-            raise InvalidParameter(
-                f"request {request.request_id!r}, choice {request.choice_index} is running already", "request_id"
-            )
+        assert request.choice_index not in choices, f"{request.request_id!r}, {request.choice_index} is here already"
         choices[request.choice_index] = request
 
     def abort_early(self, request_id: str) -> None:

@@ -18,6 +18,18 @@ class Outbox:
         deltas, self._deltas = self._deltas, {}
         return deltas
 
+    def drop(self, request_id: str, choice_index: int | None = None) -> None:
+        """Forget what was not handed out yet: nobody wants it, or the same choice starts anew."""
+        for deltas in self._deltas.values():
+            deltas[:] = [
+                delta
+                for delta in deltas
+                if delta.request_id != request_id or choice_index not in (None, delta.choice_index)
+            ]
+
+    def drop_stream(self, stream: int) -> None:
+        self._deltas.pop(stream, None)
+
     def stream(self, stream: int) -> list[TokenDelta]:
         deltas = self._deltas.get(stream)
         if deltas is None:

@@ -12,6 +12,7 @@ from orcaserve.engine.admission import Admission
 from orcaserve.engine.applier import Applier
 from orcaserve.engine.config import SchedulerConfig, check_config
 from orcaserve.engine.doorkeeper import Doorkeeper
+from orcaserve.engine.errors import InvalidParameter
 from orcaserve.engine.group import Group
 from orcaserve.engine.ledger import Ledger
 from orcaserve.engine.messages import GenerateRequest, StepPlan, StepResult
@@ -91,9 +92,14 @@ class Scheduler:
         """
         if self._ledger.was_aborted_early(request.request_id):
             return
-        for choice in range(request.n):
-            here = self._ledger.find(request.request_id, request.choice_index + choice)
-            if here is not None and here.stream == request.stream:
+        for choice in range(request.choice_index, request.choice_index + request.n):
+            here = self._ledger.find(request.request_id, choice)
+            if here is not None and here.stream != request.stream:
+                raise InvalidParameter(
+                    f"request {request.request_id!r}, choice {choice} is running already", "request_id"
+                )
+            self._outbox.drop(request.request_id, choice)
+            if here is not None:
                 self._abort_choice(here)
         self._doorkeeper.check(request)
         choices = [Request(request, i, self._num_arrived + i, now_s, self.config) for i in range(request.n)]
@@ -110,6 +116,7 @@ class Scheduler:
 
     def abort(self, request_id: str, choice_index: int | None = None) -> None:
         """End a request, or one choice of it, without a delta, and free all it holds. Unknown ids are remembered."""
+        self._outbox.drop(request_id, choice_index)
         choices = self._ledger.choices(request_id)
         if not choices and choice_index is None:
             self._ledger.abort_early(request_id)
@@ -119,6 +126,7 @@ class Scheduler:
 
     def abort_stream(self, stream: int) -> None:
         """Nobody reads this stream any more: end all that it asked for."""
+        self._outbox.drop_stream(stream)
         for request in [r for r in self._ledger if r.stream == stream]:
             self._abort_choice(request)
 
