@@ -78,24 +78,7 @@ class Serving:
 
     def processes(self) -> dict[int, str]:
         """Everything that this start has brought up and that lives: pid -> command line."""
-        children: dict[int, list[int]] = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                except OSError:
-                    continue
-                children.setdefault(parent, []).append(int(entry.name))
-        found: dict[int, str] = {}
-        todo = [self.process.pid]
-        while todo:
-            pid = todo.pop()
-            try:
-                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-            except OSError:
-                continue
-            todo.extend(children.get(pid, []))
-        return found
+        return processes_under(self.process.pid)
 
     def listeners(self) -> list[str]:
         """Addresses that its processes listen on."""
@@ -105,14 +88,38 @@ class Serving:
 
     def cpu_s(self) -> float:
         """CPU time that its processes have used so far."""
-        total = 0
-        for pid in self.processes():
+        return sum(map(cpu_s, self.processes()))
+
+
+def processes_under(root: int) -> dict[int, str]:
+    """A process and all its descendants: pid -> command line."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             try:
-                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             except OSError:
                 continue
-            total += int(fields[11]) + int(fields[12])
-        return total / os.sysconf("SC_CLK_TCK")
+            children.setdefault(parent, []).append(int(entry.name))
+    found: dict[int, str] = {}
+    todo = [root]
+    while todo:
+        pid = todo.pop()
+        try:
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue
+        todo.extend(children.get(pid, []))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time that a process has used so far; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def still_alive(pids: dict[int, str]) -> dict[int, str]:
