@@ -45,6 +45,7 @@ class LocalRay:
     def environment(self) -> dict[str, str]:
         """For this process and all its children; must be set before ray is imported."""
         env = {
+            "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",

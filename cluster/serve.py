@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -108,6 +109,7 @@ class _Service:
 
     def _start_serve(self) -> None:
         self._say("starting Ray Serve")
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # "is ready" comes from us, when the model is
         from ray import serve
 
         from orcaserve.cluster.app import build

@@ -136,3 +136,7 @@ def main() -> None:
     except typer.TyperException as error:
         _say(error.format_message())
         sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

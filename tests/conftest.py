@@ -15,6 +15,9 @@ from orcaserve.cluster.wire import Done, Hello, Leave, Step, ToRank
 from orcaserve.engine.messages import StepPlan, StepResult
 from orcaserve.workers.slots import SlotTable
 
+# Before ray is imported: it stays on loopback, and joins a cluster with its token.
+os.environ |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_AUTH_MODE": "token"}
+
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.register_profile("nightly", deadline=None, max_examples=1000)
 settings.load_profile("nightly" if "nightly" in os.environ.get("PYTEST_ADDOPTS", "") else "ci")

@@ -1,0 +1,326 @@
+"""One real server, as `orcaserve serve` starts it: Ray, Serve, scheduler, two groups of two ranks, the real model.
+
+float32, so that a request's ids do not depend on what else is running, nor on who dies. Tests run in their order: the
+last one stops the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from orcaserve.cluster.scheduler_actor import connect
+from orcaserve.cluster.stream import EngineStream
+from orcaserve.cluster.wire import ClusterStatus
+from orcaserve.engine.messages import GenerateRequest
+from orcaserve.engine.sampling import SamplingParams
+from orcaserve.loadtest.serving import Serving, still_alive
+from orcaserve.workers import demo
+
+T = TypeVar("T")
+CHAT = {
+    "model": "SmolLM2-135M-Instruct",
+    "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
+    "temperature": 0,
+}
+OPTIONS = (
+    *("--dtype", "float32", "--groups", "2", "--tensor-parallel-size", "2", "--num-threads", "1"),
+    *("--kv-cache-memory", "300MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "64"),
+)
+
+
+class Driver:
+    """A router's stream of our own on the server's scheduler, in a loop of its own."""
+
+    def __init__(self, serving: Serving) -> None:
+        import ray
+
+        ray.init(address=serving.ray_address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+        self.serving = serving
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.stream: EngineStream = self.run(self._open())
+        self._solo: dict[tuple[Any, ...], list[int]] = {}
+
+    async def _open(self) -> EngineStream:
+        stream = connect("orcaserve")
+        await stream.start()
+        return stream
+
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 120.0) -> T:
+        return self.start(work).result(timeout_s)
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def status(self) -> ClusterStatus:
+        return self.run(self.stream.status())
+
+    async def generate(self, prompt: tuple[int, ...], num_tokens: int, temperature: float = 0.0) -> list[int]:
+        """All ids of one answer. Raises if it does not end by its length."""
+        sampling = SamplingParams(max_tokens=num_tokens, seed=7, temperature=temperature, ignore_eos=True)
+        deltas = await self.stream.submit(GenerateRequest(f"t{random.getrandbits(64):x}", prompt, sampling))
+        ids: list[int] = []
+        async for delta in deltas:
+            assert delta.finish_reason in (None, "length"), delta
+            ids.extend(delta.token_ids)
+        return ids
+
+    def solo(self, prompt: tuple[int, ...], num_tokens: int, temperature: float = 0.0) -> list[int]:
+        """The ids of a run with nothing beside it."""
+        key = (prompt, num_tokens, temperature)
+        if key not in self._solo:
+            self._solo[key] = self.run(self.generate(*key))
+        return self._solo[key]
+
+    def close(self) -> None:
+        import ray
+
+        self.run(self.stream.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    demo.pull("smollm2-135m")
+    serving = Serving(*OPTIONS)
+    try:
+        serving.wait_ready(240)
+        yield serving
+    finally:
+        serving.stop()
+
+
+@pytest.fixture(scope="module")
+def driver(serving: Serving) -> Iterator[Driver]:
+    driver = Driver(serving)
+    wait_until(lambda: [g.state for g in driver.status().groups] == ["ready", "ready"], 120)
+    yield driver
+    driver.close()
+
+
+def wait_until(condition: Callable[[], bool], within_s: float) -> float:
+    """Seconds until the condition held."""
+    began_s = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began_s < within_s, "waited in vain"
+        time.sleep(0.02)
+    return time.monotonic() - began_s
+
+
+def prompts_of(*lengths: int) -> list[tuple[int, ...]]:
+    noise = np.random.default_rng(5)
+    return [tuple(noise.integers(100, 40_000, length).tolist()) for length in lengths]
+
+
+def is_idle(driver: Driver) -> bool:
+    stats = driver.status().scheduler
+    return stats.running == stats.waiting == 0 and all(group.used_blocks == 0 for group in stats.groups)
+
+
+def all_ready(driver: Driver) -> bool:
+    status = driver.run(_status_or_none(driver.stream))
+    return status is not None and [group.state for group in status.groups] == ["ready", "ready"]
+
+
+async def _status_or_none(stream: EngineStream) -> ClusterStatus | None:
+    from orcaserve.engine.errors import Unavailable
+
+    try:
+        return await stream.status()
+    except Unavailable:
+        return None
+
+
+class Crowd:
+    """Streams that are under way while something happens to the server."""
+
+    def __init__(self, driver: Driver, num_tokens: int = 60) -> None:
+        prompts = prompts_of(5, 9, 17, 30, 40, 3, 12, 21)
+        cases = [(p, num_tokens, 0.0 if i % 2 else 0.9) for i, p in enumerate(prompts)]
+        self.driver = driver
+        self.expected = [driver.solo(*case) for case in cases]
+        before = driver.status().scheduler.generation_tokens
+        self.futures = [driver.start(driver.generate(*case)) for case in cases]
+        wait_until(lambda: driver.status().scheduler.generation_tokens > before + len(cases) * 5, 30)
+
+    def finish(self, within_s: float = 90.0) -> None:
+        """Every stream must end with the ids of its undisturbed run: none lost, none twice."""
+        assert not all(future.done() for future in self.futures), "over before anything happened"
+        assert [future.result(within_s) for future in self.futures] == self.expected
+
+
+def test_answers_over_http(serving: Serving) -> None:
+    answer = serving.post("/v1/chat/completions", CHAT)
+    assert answer["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."
+    assert serving.get("/ready")[0] == 200
+    assert serving.get("/health")[0] == 200
+
+
+def test_greeting_is_a_curl_that_works(serving: Serving) -> None:
+    import subprocess
+
+    [command] = [line for line in serving.log if line.startswith("curl ")]
+    answer = subprocess.run(["sh", "-c", f"{command.strip()} -s"], capture_output=True, text=True, check=True).stdout
+    assert "The capital of Germany is Berlin." in answer
+
+
+def test_listens_on_loopback_alone(serving: Serving) -> None:
+    listeners = serving.listeners()
+    assert any(address.endswith(f":{serving.port}") for address in listeners)
+    assert [a for a in listeners if not a.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:", "[::1]:"))] == []
+
+
+class Marker:
+    """Leaves a file behind if anyone unpickles it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_case_34_bytes_on_our_ports_do_nothing(serving: Serving, driver: Driver, tmp_path: Path) -> None:
+    pid = driver.status().scheduler_pid
+    ports = [int(address.rpartition(":")[2]) for address in serving.listeners()]
+    for port in ports:
+        if port == serving.port:
+            continue
+        for junk in (random.Random(3).randbytes(1024), pickle.dumps(Marker(tmp_path / "ran"))):
+            with socket.create_connection(("127.0.0.1", port)) as raw:
+                raw.sendall(junk)
+    assert driver.solo(prompts_of(8)[0], 8) == driver.run(driver.generate(prompts_of(8)[0], 8))
+    assert not (tmp_path / "ran").exists()
+    assert driver.status().scheduler_pid == pid
+
+
+def test_many_streams_have_their_solo_ids(driver: Driver) -> None:
+    prompts = prompts_of(5, 700, 11, 80, 16, 33, 150, 7, 48, 64, 9, 300, 21, 6, 100, 17)
+    cases = [(prompt, 24, 0.8 * (i % 2)) for i, prompt in enumerate(prompts)]
+    expected = [driver.solo(*case) for case in cases]
+
+    async def together() -> list[list[int]]:
+        tasks = []
+        for case in cases:
+            tasks.append(asyncio.ensure_future(driver.generate(*case)))
+            await asyncio.sleep(0.02)
+        return await asyncio.gather(*tasks)
+
+    assert driver.run(together()) == expected
+    wait_until(lambda: is_idle(driver), 2)
+
+
+def test_case_20_closed_streams_leave_nothing(serving: Serving, driver: Driver) -> None:
+    """100 HTTP streams closed after their first token: no request, no block is left after 2 s."""
+    fields = {"model": CHAT["model"], "prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
+    body = json.dumps({**fields, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+
+    async def open_one() -> asyncio.StreamWriter:
+        reader, writer = await asyncio.open_connection("127.0.0.1", serving.port)
+        writer.write(head.encode() + b"\r\n\r\n" + body)
+        await reader.readuntil(b"data: ")
+        return writer
+
+    async def open_all() -> list[asyncio.StreamWriter]:
+        return await asyncio.gather(*(open_one() for _ in range(100)))
+
+    writers = driver.run(open_all())
+    assert driver.status().scheduler.running > 0
+
+    async def close_all() -> None:
+        for writer in writers:
+            writer.close()
+
+    driver.run(close_all())
+    wait_until(lambda: is_idle(driver), 2)
+
+
+def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Driver) -> None:
+    """With a second group alive the streams go on at once; the dead one is built anew, its memory given back."""
+    crowd = Crowd(driver)
+    victims = driver.status().groups[0].pids
+    os.kill(victims[1], signal.SIGKILL)
+    noticed_s = wait_until(lambda: driver.status().groups[0].state != "ready", 2)
+    assert noticed_s < 1.0
+    assert serving.get("/ready")[0] == 200
+    crowd.finish()
+    wait_until(lambda: all_ready(driver), 60)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+    assert driver.status().groups[0].num_starts == 2
+    wait_until(lambda: is_idle(driver), 2)
+
+
+def test_case_25_a_stopped_rank_is_as_good_as_dead(driver: Driver) -> None:
+    crowd = Crowd(driver)
+    victims = driver.status().groups[1].pids
+    os.kill(victims[1], signal.SIGSTOP)
+    wait_until(lambda: driver.status().groups[1].state != "ready", 10)
+    crowd.finish()
+    wait_until(lambda: all_ready(driver), 60)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 10)
+
+
+def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Driver) -> None:
+    crowd = Crowd(driver)
+    before = driver.status()
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    crowd.finish()
+    wait_until(lambda: all_ready(driver), 30)
+    after = driver.status()
+    assert after.scheduler_pid != before.scheduler_pid
+    assert [group.pids for group in after.groups] == [group.pids for group in before.groups]
+    wait_until(lambda: serving.get("/ready")[0] == 200, 5)
+    assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
+
+
+def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver: Driver) -> None:
+    crowd = Crowd(driver)
+    [router] = [pid for pid, command in serving.processes().items() if "ServeReplica:orcaserve:router" in command]
+    routers = driver.status().num_routers
+    os.kill(router, signal.SIGKILL)
+    wait_until(lambda: driver.status().num_routers == routers - 1, 3)
+    crowd.finish()
+    wait_until(lambda: serving.get("/ready")[0] == 200, 30)
+    assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
+    wait_until(lambda: is_idle(driver), 2)
+
+
+def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Serving, driver: Driver) -> None:
+    processes = serving.processes()
+    folders = {Path(word).parent for command in processes.values() for word in command.split() if "/orca-" in word}
+    prompt = prompts_of(4)[0]
+    quick = driver.start(driver.generate(prompt, 40))
+    wait_until(lambda: driver.status().scheduler.running > 0, 5)
+    seconds = serving.stop(signal.SIGINT)
+    assert quick.result(5) == quick.result(5)  # it was given the time to finish
+    assert seconds < 10
+    assert serving.process.returncode == 0
+    assert still_alive(processes) == {}
+    assert [folder for folder in folders if folder.exists()] == []
+
+
+def test_an_error_at_the_start_is_one_line(tmp_path: Path) -> None:
+    failed = Serving(str(tmp_path))
+    assert failed.process.wait(60) == 2
+    failed.stop()
+    assert failed.output.count("\n") == 1
+    assert "config.json" in failed.output
