@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from orcaserve.cluster.wire import ClusterStatus
+
+logger = logging.getLogger(__name__)
 
 _SECONDS = (
     0.001,
@@ -67,7 +71,7 @@ class RequestMetrics:
         route = path if path in _ROUTES else "other"
         self._http.labels(route, str(status or 499)).inc()
         if route in ("/v1/chat/completions", "/v1/completions") and status == 200:
-            self._latency.observe(max(0.0, duration_s))
+            self._latency.observe(_sound(duration_s))
 
     def refused(self, code: str) -> None:
         """A generation request that got an error."""
@@ -75,17 +79,17 @@ class RequestMetrics:
 
     def first_token(self, seconds: float, queue_s: float) -> None:
         """The first piece of a request is there."""
-        self._first_token.observe(max(0.0, seconds))
-        self._queue.observe(max(0.0, queue_s))
+        self._first_token.observe(_sound(seconds))
+        self._queue.observe(_sound(queue_s))
 
     def next_token(self, seconds: float) -> None:
         """One more piece of a stream."""
-        self._inter_token.observe(seconds)
+        self._inter_token.observe(_sound(seconds))
 
     def generated(self, num_prompt_tokens: int, num_tokens: int) -> None:
         """A generation request has ended, well or not."""
-        self._prompt_tokens.inc(num_prompt_tokens)
-        self._generation_tokens.inc(num_tokens)
+        self._prompt_tokens.inc(_sound(num_prompt_tokens))
+        self._generation_tokens.inc(_sound(num_tokens))
 
     def choice_ended(self, finish_reason: str) -> None:
         """stop, length, or abort when the client left or an error came first."""
@@ -97,3 +101,11 @@ class RequestMetrics:
             self._running.labels(self._model_name).set(status.scheduler.running)
             self._waiting.labels(self._model_name).set(status.scheduler.waiting)
         return generate_latest(self.registry)
+
+
+def _sound(value: float) -> float:
+    """A figure that a counter can take. One that it cannot is a fault somewhere, but never the request's."""
+    if value >= 0 and value != float("inf"):
+        return value
+    logger.error("a metric was given %r", value)
+    return 0.0

@@ -59,6 +59,7 @@ class TextDecoder:
 
     def push(self, token_ids: Sequence[int], hidden_last: bool = False) -> str:
         """Text that these ids release. `hidden_last`: the last one ended the request and is not shown itself."""
+        assert self.stopped is None
         shown = ""
         for i, token_id in enumerate(token_ids):
             self.num_tokens += 1

@@ -1,0 +1,434 @@
+"""The cases of faults.jsonl about keys, limits, URLs and clients that leave, against live servers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import random
+import resource
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.routing import Route
+
+from orcaserve.cluster import auth
+from orcaserve.cluster.app_config import AppConfig
+from orcaserve.cluster.auth import KeyRing, Tenant, TenantEntry, read_tenants
+from orcaserve.cluster.errors import RateLimited, Unauthorized
+from orcaserve.cluster.limits import TenantGate
+from tests.cluster.live import LiveServer, eventually
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+KEY = "sk-a-very-secret-key"
+
+
+@pytest.fixture(scope="module")
+def locked(make_server: Callable[..., LiveServer], tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
+    file = tmp_path_factory.mktemp("keys") / "tenants.yaml"
+    file.write_text(
+        """
+        tenants:
+          - {name: acme, keys: [acme-1, acme-2], weight: 3, max_concurrency: 2}
+          - {name: tiny, keys: [tiny-1], max_tokens_per_minute: 60}
+        """
+    )
+    return make_server(AppConfig(api_key=(KEY,), tenants_file=file, log_format="json"), parrot={"pace_s": 0.002})
+
+
+def routes_of(server: LiveServer) -> list[str]:
+    return [route.path.replace("{model_id:path}", "x") for route in server.surface.routes.routes if isinstance(route, Route)]
+
+
+def test_case_35_every_route_wants_the_key(locked: LiveServer) -> None:
+    paths = routes_of(locked)
+    assert len(paths) >= 10
+    odd = ["//v1/completions", "/V1/completions", "/v1/../v1/completions", "/v1/completions/", "/health/", "/health/../v1/models"]
+    odd += ["/%761/models", "/healthz", "/ready?x=1", "/docs", "/nope"]
+    with socket_client(locked) as send:
+        for path in [*paths, *odd]:
+            for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE"):
+                for key in (None, "wrong"):
+                    status, body = send(method, path, key)
+                    if path.split("?")[0] in ("/health", "/ready"):
+                        assert status in (200, 405), (method, path)
+                    else:
+                        assert status == 401, (method, path, status)
+                        assert method == "HEAD" or json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+class socket_client:  # noqa: N801 (reads as a function)
+    """Paths as they stand, which HTTP clients would tidy up."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+    def __enter__(self) -> Callable[[str, str, str | None], tuple[int, bytes]]:
+        return self._send
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _send(self, method: str, path: str, key: str | None) -> tuple[int, bytes]:
+        authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
+        with socket.create_connection(self._address) as connection:
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{authorization}Content-Length: 0\r\nConnection: close\r\n\r\n"
+            connection.sendall(head.encode())
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+        head_bytes, _, body = answer.partition(b"\r\n\r\n")
+        return int(head_bytes.split()[1]), body
+
+
+def test_case_35_the_right_key_opens_and_is_not_logged(locked: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert locked.client.get("/v1/models", headers=headers).status_code == 200
+        assert locked.client.get("/v1/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
+        assert locked.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).status_code == 401
+        body = {"prompt": "SAY:a private matter"}
+        assert locked.client.post(TEXT, json=body, headers=headers | {"x-request-id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+    lines = [record.getMessage() for record in caplog.records if record.name == "orcaserve.access"]
+    assert len(lines) == 4
+    assert not any(KEY in record.getMessage() for record in caplog.records)
+    line = json.loads(lines[-1])
+    assert (line["request_id"], line["tenant"], line["status"]) == ("my-id.1", "default", 200)
+    assert line["finish_reason"] == "stop"
+    assert line["completion_tokens"] == 4
+    assert "private" not in "".join(lines)
+
+
+def test_request_ids_that_are_no_ids_are_replaced(server: LiveServer) -> None:
+    for bad in ("a b", "x" * 200, "<script>"):
+        got = server.client.get("/version", headers={"x-request-id": bad}).headers["x-request-id"]
+        assert got != bad
+        assert len(got) == 32
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [(b"Authorization", "Bearer é".encode())],
+        [(b"Authorization", b"Bearer \xff\xfe")],
+        [(b"Authorization", b"Bearer")],
+        [(b"Authorization", b"bearer K")],
+        [(b"Authorization", KEY.encode())],
+        [(b"Authorization", b"Basic " + KEY.encode())],
+        [(b"Authorization", b"Bearer " + b"K" * 60_000)],
+        [(b"Authorization", b"Bearer " + KEY.encode()), (b"Authorization", b"Bearer " + KEY.encode())],
+        [(b"X-Api-Key", KEY.encode())],
+    ],
+)
+def test_case_36_malformed_headers(locked: LiveServer, headers: list[tuple[bytes, bytes]]) -> None:
+    response = locked.client.get("/v1/models", headers=headers)
+    assert response.status_code in (400, 401)  # 400: longer than the HTTP parser reads
+    assert response.status_code == 401 or len(headers[0][1]) > 50_000
+    if response.status_code == 401:
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_case_36_keys_are_hashed_and_compared_in_constant_time() -> None:
+    ring = KeyRing([KEY, "other"], [TenantEntry(name="t", keys=["k1", "k2"])])
+    assert ring.tenant_of([b"Bearer k2"]).name == "t"
+    assert ring.tenant_of([b"Bearer " + KEY.encode()]).name == "default"
+    assert KEY not in repr(vars(ring))
+    assert "compare_digest" in inspect.getsource(KeyRing.tenant_of)
+    source = inspect.getsource(auth)
+    assert "== key" not in source
+    with pytest.raises(Unauthorized):
+        ring.tenant_of([b"Bearer k3"])
+    with pytest.raises(ValueError, match="twice"):
+        KeyRing([KEY, KEY])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("tenants: [{name: a}]", "keys"),
+        ("tenants: [{name: a, keys: [s3cret], weight: 0}]", "weight"),
+        ("tenants: [{name: a, keys: [s3cret], color: red}]", "color"),
+        ("tenants: [", "YAML"),
+        ("nothing: 1", "tenants"),
+    ],
+)
+def test_tenants_files_that_are_wrong(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message) as error:
+        read_tenants(file)
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_tenant_has_so_many_requests_at_a_time(locked: LiveServer) -> None:
+    headers = {"authorization": "Bearer acme-1"}
+    body = {"prompt": "Count:", "stream": True, "max_tokens": 400, "ignore_eos": True}
+    with (
+        locked.client.stream("POST", TEXT, json=body, headers=headers) as one,
+        locked.client.stream("POST", TEXT, json=body, headers=headers) as two,
+    ):
+        lines = one.iter_lines(), two.iter_lines()  # dropping such an iterator would close the connection
+        assert all(next(each) for each in lines)
+        refused = locked.client.post(TEXT, json={"prompt": "x"}, headers={"authorization": "Bearer acme-2"})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+        other = locked.client.post(TEXT, json={"prompt": "SAY:x"}, headers={"authorization": f"Bearer {KEY}"})
+        assert other.status_code == 200
+    locked.until_idle()
+    eventually(lambda: locked.client.post(TEXT, json={"prompt": "SAY:x"}, headers=headers).status_code == 200)
+
+
+def test_a_tenant_has_so_many_tokens_a_minute() -> None:
+    now = [0.0]
+    gate, tenant = TenantGate(lambda: now[0]), Tenant(name="t", max_tokens_per_minute=60)
+    for _ in range(3):
+        with gate.enter(tenant):
+            gate.spend(tenant, 25)
+    with pytest.raises(RateLimited) as refused, gate.enter(tenant):
+        pass
+    assert refused.value.retry_after_s == pytest.approx(16)
+    now[0] += 17
+    with gate.enter(tenant):
+        pass
+
+
+def test_a_tenant_over_its_tokens_is_told_when_to_come_back(locked: LiveServer) -> None:
+    headers = {"authorization": "Bearer tiny-1"}
+    first = locked.client.post(TEXT, json={"prompt": "Count:", "max_tokens": 100, "ignore_eos": True}, headers=headers)
+    assert first.status_code == 200
+    refused = locked.client.post(TEXT, json={"prompt": "x"}, headers=headers)
+    assert refused.status_code == 429
+    assert 30 <= int(refused.headers["retry-after"]) <= 60
+
+
+def test_case_14_the_key_separates_the_cache(locked: LiveServer) -> None:
+    def cached(key: str) -> int:
+        body = {"prompt": "the same long prompt " * 20, "max_tokens": 1}
+        usage = locked.client.post(TEXT, json=body, headers={"authorization": f"Bearer {key}"}).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    assert cached(KEY) == 0
+    assert cached("acme-1") == 0
+    assert cached("acme-2") > 0  # another key of the same tenant
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:{port}/x", "http://169.254.169.254/latest", "file:///etc/passwd", "data:image/png;base64,AA"]
+)
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
+def test_case_37_no_url_is_opened(server: LiveServer, url: str, kind: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.05)
+        part = {"type": kind, kind: {"url": url.format(port=listener.getsockname()[1])}}
+        body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, part]}]}
+        response = server.client.post(CHAT, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "messages[0].content[1]"
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+# Bodies and prompts that are too big
+
+
+def test_case_29_bodies_over_the_limit(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(AppConfig(max_body_bytes=100_000))
+    assert server.complete("x" * 200_000).status_code == 413
+
+    def chunks() -> Any:
+        for _ in range(40):
+            yield b"x" * 10_000
+
+    response = server.client.post(TEXT, content=chunks(), headers={"content-type": "application/json"})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert server.complete("SAY:x").status_code == 200
+
+
+def test_case_29_bodies_that_trickle_in(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(AppConfig(body_timeout_s=0.2))
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.settimeout(5)
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_case_29_compressed_bodies_are_refused(server: LiveServer) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    assert server.client.post(TEXT, content=b"x", headers=headers).status_code == 415
+
+
+def test_case_29_big_prompts_do_not_block_the_loop(server: LiveServer) -> None:
+    slowest = [0.0]
+    done = threading.Event()
+
+    def poll() -> None:
+        with httpx.Client(base_url=server.url) as client:
+            while not done.is_set():
+                begun_s = time.perf_counter()
+                assert client.get("/health").status_code == 200
+                slowest[0] = max(slowest[0], time.perf_counter() - begun_s)
+                done.wait(0.02)
+
+    thread = threading.Thread(target=poll)
+    thread.start()
+    try:
+        longest = server.surface.codec.longest_token_chars
+        fits = "word " * (longest * 512 // 5 - 10)  # as long as a prompt may be before it is tokenised
+        for prompt in ("x" * 3_900_000, "y " * 3_500_000, fits, fits, fits):
+            response = server.complete(prompt, max_tokens=1)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "prompt"
+    finally:
+        done.set()
+        thread.join(10)
+    assert slowest[0] < 0.5
+
+
+# Clients that leave
+
+
+def test_case_20_closed_connections_free_everything(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(parrot={"pace_s": 0.005})
+    endless = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+    for _ in range(10):
+        with server.client.stream("POST", TEXT, json=endless | {"stream": True}) as response:
+            next(response.iter_lines())
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + TEXT, json=endless, timeout=0.1)
+    server.until_idle(2.0)
+    server.worker.gate.clear()  # now it stays in the queue, or in its prefill
+    for body in (endless, endless | {"stream": True}, endless | {"prompt": "y " * 100, "max_tokens": 200}):
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + TEXT, json=body, timeout=0.1)
+    server.worker.gate.set()
+    server.until_idle(2.0)
+
+
+def test_case_21_cancelled_at_any_moment(make_server: Callable[..., LiveServer]) -> None:
+    import asyncio
+
+    server = make_server(parrot={"pace_s": 0.002})
+    rng = random.Random(0)
+
+    async def storm() -> None:
+        async with httpx.AsyncClient(base_url=server.url, limits=httpx.Limits(max_connections=None)) as client:
+
+            async def one() -> None:
+                body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": rng.random() < 0.5}
+                request = asyncio.create_task(client.post(TEXT, json=body))
+                await asyncio.sleep(rng.random() * 0.05)
+                request.cancel()
+                await asyncio.gather(request, return_exceptions=True)
+
+            for _ in range(5):
+                await asyncio.gather(*(one() for _ in range(40)))
+
+    asyncio.run(storm())
+    server.until_idle(5.0)
+    assert server.complete("SAY:fine").json()["choices"][0]["text"] == "fine"
+
+
+def test_case_28_a_full_queue_is_a_429(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(max_queued_requests=2, max_num_seqs=2, parrot={"pace_s": 0.02})
+    statuses: list[tuple[int, str | None]] = []
+
+    def send() -> None:
+        response = httpx.post(server.url + TEXT, json={"prompt": "Count:", "max_tokens": 30, "ignore_eos": True}, timeout=30)
+        statuses.append((response.status_code, response.headers.get("retry-after")))
+
+    threads = [threading.Thread(target=send) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    codes = sorted(status for status, _ in statuses)
+    assert codes.count(200) >= 4
+    assert codes.count(429) == 16 - codes.count(200) > 0
+    assert all(retry is not None and int(retry) >= 1 for status, retry in statuses if status == 429)
+    server.until_idle()
+    assert server.complete("SAY:x").status_code == 200
+
+
+def test_case_24_health_and_readiness(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server()
+    assert server.client.get("/health").json() == {"status": "ok"}
+    assert server.client.get("/ready").json() == {"status": "ready"}
+    server.state = "dead"
+    for path in ("/health", "/ready"):
+        response = server.client.get(path)
+        assert response.status_code == 503
+        assert response.headers["retry-after"] == "5"
+        assert response.json()["error"]["type"] == "server_error"
+    server.state = "ready"
+    assert server.client.get("/ready").status_code == 200
+
+
+def test_case_31_metrics_agree_with_usage(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(parrot={"pace_s": 0.005})
+    usages = [server.complete(f"SAY:{text}").json()["usage"] for text in ("one", "one two", "one two three")]
+    for _ in range(5):
+        with server.client.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}) as r:
+            next(r.iter_lines())
+    server.complete("x", n=0)
+    server.until_idle()
+
+    def samples() -> dict[str, float]:
+        text = server.client.get("/metrics").text
+        pairs = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, _, value in pairs}
+
+    name = server.model.name
+    eventually(lambda: samples().get(f'vllm:request_success_total{{finished_reason="abort",model_name="{name}"}}') == 5)
+    found = samples()
+    assert found[f'vllm:request_success_total{{finished_reason="stop",model_name="{name}"}}'] == 3
+    assert found[f'vllm:num_requests_running{{model_name="{name}"}}'] == 0
+    assert found[f'vllm:prompt_tokens_total{{model_name="{name}"}}'] == sum(u["prompt_tokens"] for u in usages) + 5
+    assert found[f'vllm:generation_tokens_total{{model_name="{name}"}}'] >= sum(u["completion_tokens"] for u in usages) + 5
+    assert found[f'orcaserve:requests_refused_total{{code="invalid_request",model_name="{name}"}}'] == 1
+    assert not any("cmpl-" in key for key in found)
+
+
+def test_case_31_figures_that_make_no_sense_do_no_harm(server: LiveServer) -> None:
+    metrics = server.surface.metrics
+    for value in (-3, float("nan"), float("-inf")):
+        metrics.generated(value, value)  # type: ignore[arg-type]
+        metrics.first_token(value, value)
+        metrics.next_token(value)
+        metrics.request_ended("/v1/completions", 200, value)
+    assert b"nan" not in metrics.render(None).lower()
+
+
+def test_case_38_memory_stays_where_it_is(server: LiveServer) -> None:
+    server.complete("hi", n=5_000_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    begun_s = time.perf_counter()
+    for fields in ({"n": 5_000_000}, {"best_of": 1_000_000}, {"n": 128, "best_of": 10_000_000}):
+        assert server.complete("hi", **fields).status_code == 400
+    assert time.perf_counter() - begun_s < 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
+
+
+def test_deadlines(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(max_num_seqs=1, parrot={"pace_s": 0.02})
+    with server.client.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}) as one:
+        lines = one.iter_lines()
+        assert next(lines)
+        response = server.complete("y", deadline_ms=50)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+    server.until_idle()
+
+
+def test_unknown_routes_and_methods(server: LiveServer) -> None:
+    assert server.client.get("/nope").json()["error"]["code"] == "not_found"
+    wrong = server.client.get(CHAT)
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
