@@ -154,7 +154,7 @@ def main(argv: list[str]) -> None:
     figures["mixed_64_by_groups"] = {str(n): mixed(64, 10_000, n) for n in (1, 2, 8, 32)}
     figures["mixed_64_by_blocks"] = {str(n): mixed(64, n, 1) for n in (1_000, 10_000, 100_000)}
     if args.peer:
-        peers = {str(n): peer(*args.peer, n) for n in (16, 256, 1024)}
+        peers = {str(n): peer(args.peer[0], args.peer[1], args.peer[2], n) for n in (16, 256, 1024)}
         ours = {str(n): decodes(n, 100_000) for n in (16, 256, 1024)}
         figures["peer"] = peers
         figures["times_faster"] = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestRefused
-from orcaserve.engine.group import Group
 from orcaserve.engine.messages import GenerateRequest
 from orcaserve.engine.meter import Meter
 from orcaserve.engine.policy import WaitingQueue
@@ -13,10 +15,24 @@ MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 
 
+class Capacity(Protocol):
+    """What the door must know of a group."""
+
+    draining: bool
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def num_free_slots(self) -> int: ...
+
+
 class Doorkeeper:
     """Requests for which a slot is free do not count as queued: a burst may fill the slots and then the queue."""
 
-    def __init__(self, config: SchedulerConfig, groups: dict[int, Group], queue: WaitingQueue, meter: Meter) -> None:
+    def __init__(
+        self, config: SchedulerConfig, groups: Mapping[int, Capacity], queue: WaitingQueue, meter: Meter
+    ) -> None:
         self._config = config
         self._groups = groups
         self._queue = queue
@@ -48,7 +64,7 @@ class Doorkeeper:
     def _check_memory(self, request: GenerateRequest) -> None:
         """Groups that are yet to come may be of any size; those that are here say what fits."""
         if self._groups:
-            blocks = max(group.kv.pool.num_blocks for group in self._groups.values())
+            blocks = max(group.num_blocks for group in self._groups.values())
             num_prompt, capacity = len(request.prompt_token_ids), blocks * self._config.block_size
             if num_prompt > capacity:
                 raise ContextLengthExceeded(num_prompt, request.sampling.max_tokens, capacity)

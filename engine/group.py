@@ -40,6 +40,10 @@ class Group:
         self._progress_s = 0.0
 
     @property
+    def num_blocks(self) -> int:
+        return self.kv.pool.num_blocks
+
+    @property
     def has_free_slot(self) -> bool:
         return bool(self._free_slots)
 

@@ -167,7 +167,6 @@ class Planner:
             if group.forks:
                 self._requeue_fork(group, group.forks.pop())
                 continue
-            draft.preempted = True
             victims = [request for request in group.running if not request.ending]
             victim = max(victims, key=self._victim_rank)
             needing_now = victim in needing
@@ -175,6 +174,7 @@ class Planner:
                 self._end_for_want_of_memory(group, victim)
             else:
                 self._preempt(group, victim)
+                draft.preempted = True
             if needing_now:
                 needing.pop(victim, None)
         return True

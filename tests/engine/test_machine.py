@@ -310,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._receive(self.scheduler.expire(self.now))
             if not self.open:
                 break
-            assert moved, f"nothing moves and {self.open} are open"
+            assert moved, f"nothing moves and {self.open} are open: {self.scheduler.stats()}"
         assert not self.open, f"{self.open} never ended"
         while any(self.results.values()) or any(self.plans.values()):
             for group in self.workers:
