@@ -182,6 +182,16 @@ def report_command(
         console.print(f"report: {report.write(results, out, 'Load test')}")
 
 
+@loadtest_app.command()
+def start(idle_s: Annotated[float, typer.Option(help="How long to watch the idle server.")] = 10.0) -> None:
+    """Start a server and measure it: seconds to its first token, CPU share while idle; one JSON line."""
+    from orcaserve.loadtest.output import print_json, refusals
+    from orcaserve.loadtest.start import measure_start
+
+    with refusals():
+        print_json(measure_start(idle_s=idle_s))
+
+
 def _loads(concurrency: str, rate: str) -> list[tuple[str, int | None, float | None]]:
     """(name, users, rate) of each run; neither given: everything at once, or a trace's own times."""
     if concurrency and rate:

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from orcaserve.cluster.config import ConfigError, ServeConfig
+from orcaserve.loadtest.cli import loadtest_app, simulate_app
 
 app = typer.Typer(
     add_completion=False,
@@ -127,6 +128,8 @@ def _plain(annotation: Any, is_memory: bool) -> Any:
 
 
 app.command("serve")(_with_options(_serve))
+app.add_typer(loadtest_app, name="loadtest")
+app.add_typer(simulate_app, name="simulate")
 
 
 def main() -> None:
