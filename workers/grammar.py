@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     import xgrammar
 
 MAX_REASON_CHARS = 300
+_LOOSE_CHARACTERS = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)  # rule ::= (([^\"\\\r\n]))
+_JSON_CHARACTERS = r'\1(([^\\"\\\\\\0-\\x1f]))'
 MAX_WHITESPACE = 32  # in a row: small models would go on with it for ever
 
 
@@ -101,11 +103,9 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgr
     try:
         match grammar.kind:
             case "json_schema":
-                return compiler.compile_json_schema(grammar.spec, max_whitespace_cnt=MAX_WHITESPACE)
+                return compiler.compile_grammar(ebnf_of_schema(grammar.spec))
             case "json_object":
-                return compiler.compile_json_schema(
-                    '{"type": "object"}', strict_mode=False, max_whitespace_cnt=MAX_WHITESPACE
-                )
+                return compiler.compile_grammar(ebnf_of_schema('{"type": "object"}', strict=False))
             case "regex":
                 return compiler.compile_regex(grammar.spec)
             case "choice":
@@ -118,9 +118,21 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgr
         raise GrammarError(f"the grammar does not compile: {reason}"[:MAX_REASON_CHARS]) from error
 
 
+def ebnf_of_schema(schema: str, strict: bool = True) -> str:
+    """The grammar of the JSON documents that a JSON schema allows. Raises what xgrammar raises.
+
+    xgrammar lets control characters other than line ends into strings with a minLength or maxLength, which is not
+    JSON; the rule for the characters of such strings is replaced.
+    """
+    from xgrammar import Grammar
+
+    text = str(Grammar.from_json_schema(schema, strict_mode=strict, max_whitespace_cnt=MAX_WHITESPACE))
+    return _LOOSE_CHARACTERS.sub(_JSON_CHARACTERS, text)
+
+
 def ebnf_of_choices(choices: list[str]) -> str:
     """The grammar of exactly these strings."""
-    quoted = (json.dumps(choice, ensure_ascii=True) for choice in choices)
+    quoted = (json.dumps(choice, ensure_ascii=False) for choice in choices)
     return "root ::= " + " | ".join(quoted)
 
 

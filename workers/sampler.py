@@ -57,6 +57,7 @@ class Sampler:
         self.min_p = np.zeros(max_num_seqs, np.float32)
         self.seed = np.zeros(max_num_seqs, np.int64)
         self.num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self.has_grammar = np.zeros(max_num_seqs, bool)
         self.edits = LogitEdits(slots, vocab_size, eos_token_ids, device)
         self.grammars = None if grammars is None else GrammarSlots(slots, grammars)
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -70,6 +71,7 @@ class Sampler:
         self.min_p[slot] = params.min_p
         self.seed[slot] = np.uint64(params.seed & SEED_BITS).astype(np.int64)
         self.num_logprobs[slot] = -1 if params.logprobs is None else min(params.logprobs, self.vocab_size)
+        self.has_grammar[slot] = params.grammar is not None
         self.edits.add(new)
         if self.grammars is not None:
             self.grammars.add(new)
@@ -157,7 +159,7 @@ class Sampler:
         wanted = np.flatnonzero(self.num_logprobs[slots] >= 0)
         raw = self._rows(logits, wanted).log_softmax(-1) if len(wanted) else None
         self.edits.apply(logits, slots, lengths)
-        failed = self.grammars.apply(logits, slots, lengths) if self.grammars is not None else {}
+        failed = self._apply_grammars(logits, slots, lengths)
         chosen = self._draw(logits, slots, lengths)
         ids = chosen.cpu().numpy().astype(np.int32)
         possible = logits.gather(1, chosen[:, None])[:, 0].isfinite().cpu().numpy()
@@ -171,6 +173,11 @@ class Sampler:
             for slot in failed:
                 result.logprobs.pop(slot, None)
         return ids
+
+    def _apply_grammars(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> dict[int, str]:
+        if self.grammars is not None:
+            return self.grammars.apply(logits, slots, lengths)
+        return dict.fromkeys(slots[self.has_grammar[slots]].tolist(), "this model has no tokenizer.json")
 
     def _draw(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Tensor:
         temperature = self.temperature[slots]

@@ -1,0 +1,293 @@
+"""Structured output: whatever the model says, the text follows the grammar, and a bad grammar harms its own request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
+
+from orcaserve.engine.messages import NewSlot, StepPlan
+from orcaserve.engine.sampling import Grammar, SamplingParams
+from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits, ebnf_of_choices
+from orcaserve.workers.sampler import Sampled, Sampler
+from orcaserve.workers.slots import SlotTable
+
+EOS = 0
+NUM_PADDING = 7  # ids of the model that the tokenizer does not have
+CORPUS = [
+    '{"name": "Ada", "age": 36, "tags": ["a", "b"], "ok": true, "none": null}',
+    "yes no maybe 12.5e-3 [1, 2]",
+] * 20
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "minItems": 1, "maxItems": 3},
+        "ok": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.save(str(file))
+    return file
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_file: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(tokenizer_file))
+
+
+@pytest.fixture
+def bench(tokenizer_file: Path, tokenizer: Tokenizer) -> Iterator[Bench]:
+    bench = Bench(tokenizer_file, tokenizer, GrammarLimits())
+    yield bench
+    bench.sampler.close()
+
+
+class Bench:
+    def __init__(self, tokenizer_file: Path, tokenizer: Tokenizer, limits: GrammarLimits) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size() + NUM_PADDING
+        self.slots = SlotTable(8, max_model_len=800, block_size=16)
+        compiler = GrammarCompiler(tokenizer_file, self.vocab_size, (EOS,), limits)
+        self.sampler = Sampler(self.slots, self.vocab_size, (EOS,), torch.device("cpu"), compiler)
+
+    def take(self, slot: int, grammar: Grammar | None, output: list[int] | None = None, **params: Any) -> None:
+        sampling = SamplingParams(max_tokens=700, grammar=grammar, **{"seed": slot, **params})
+        ids = np.array([5, 6, 7, *(output or [])], np.int32)
+        new = NewSlot(slot, ids.tobytes(), 3, sampling)
+        self.slots.apply_plan(StepPlan(0, [slot], [new], b"", b"", [], [], b""))
+        self.sampler.free(slot)
+        self.sampler.add(new)
+
+    def logits(self, slot: int, extra: int = 0) -> torch.Tensor:
+        """Noise that depends on the slot's history, with a liking for the end."""
+        history = self.slots.token_ids[slot, : self.slots.num_tokens[slot] + extra]
+        seed = int((history * np.arange(1, len(history) + 1)).sum())
+        logits = torch.randn(1, self.vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+        logits[0, EOS] = 6.0
+        return logits
+
+    def step(self, *slots: int) -> Sampled:
+        rows = np.array(slots, np.int32)
+        self.sampler.prepare(rows)
+        sampled = self.sampler.sample(torch.cat([self.logits(slot) for slot in slots]), rows)
+        self.slots.append(rows, sampled.token_ids)
+        return sampled
+
+    def output(self, slot: int) -> list[int]:
+        return self.slots.token_ids[slot, 3 : self.slots.num_tokens[slot]].tolist()
+
+    def finish(self, *slots: int) -> list[str]:
+        """Step until each of these has ended; their texts."""
+        going = set(slots)
+        for _ in range(600):
+            assert self.step(*sorted(going)).failed == {}
+            going -= {slot for slot in going if self.output(slot)[-1] == EOS}
+            if not going:
+                return [self.text(slot) for slot in slots]
+        raise AssertionError(f"slots {going} do not end: {self.text(next(iter(going)))!r}")
+
+    def text(self, slot: int) -> str:
+        ids = self.output(slot)
+        return self.tokenizer.decode(ids[: ids.index(EOS)] if EOS in ids else ids)
+
+
+class TestOutputFollowsTheGrammar:
+    def test_json_schema(self, bench: Bench) -> None:
+        for slot in range(8):
+            bench.take(slot, Grammar("json_schema", json.dumps(SCHEMA)), temperature=slot / 4)
+        texts = bench.finish(*range(8))
+        for text in texts:
+            jsonschema.validate(json.loads(text), SCHEMA)
+        assert len(set(texts)) > 1
+
+    def test_strings_of_limited_length_hold_no_control_characters(self, bench: Bench) -> None:
+        grammar = Grammar("json_schema", '{"type": "string", "minLength": 20, "maxLength": 30}')
+        # Bytes from 128 on, as the byte-level alphabet writes them: half a character counts as a whole one.
+        beyond_ascii = tuple(
+            token_id
+            for token, token_id in bench.tokenizer.get_vocab().items()
+            if any("\u00a1" <= char <= "\u00ff" or char > "\u0121" for char in token)
+        )
+        for slot in range(8):
+            bench.take(slot, grammar, temperature=2.0, bad_token_ids=beyond_ascii)
+        for text in bench.finish(*range(8)):
+            assert 20 <= len(json.loads(text)) <= 30
+
+    def test_json_object(self, bench: Bench) -> None:
+        for slot in range(4):
+            bench.take(slot, Grammar("json_object"), logit_bias=((bench.tokenizer.token_to_id("}"), 9.0),))
+        for text in bench.finish(*range(4)):
+            assert isinstance(json.loads(text), dict)
+
+    def test_regex(self, bench: Bench) -> None:
+        for slot in range(4):
+            bench.take(slot, Grammar("regex", r"[a-c]{2,4}-\d{3}(\.x)?"))
+        for text in bench.finish(*range(4)):
+            assert re.fullmatch(r"[a-c]{2,4}-\d{3}(\.x)?", text)
+
+    def test_choice(self, bench: Bench) -> None:
+        choices = ["yes", 'say "no"', "back\\slash", "naïve\n🦊"]
+        for slot in range(8):
+            bench.take(slot, Grammar("choice", json.dumps(choices)), temperature=2.0)
+        texts = bench.finish(*range(8))
+        assert set(texts) <= set(choices)
+        assert len(set(texts)) > 1
+
+    def test_every_choice_can_be_made(self, bench: Bench) -> None:
+        for choice in ('say "no"', "back\\slash", "naïve\n🦊", "tab\there", "\x7f\u2028"):
+            bench.take(0, Grammar("choice", json.dumps([choice])))
+            assert bench.finish(0) == [choice]
+
+    def test_ebnf(self, bench: Bench) -> None:
+        bench.take(0, Grammar("ebnf", 'root ::= "(" root ")" | "x"'))
+        (text,) = bench.finish(0)
+        assert re.fullmatch(r"\(*x\)*", text)
+        assert text.count("(") == text.count(")")
+
+    def test_padding_is_never_allowed(self, bench: Bench) -> None:
+        bench.take(0, Grammar("regex", ".*"))
+        logits = torch.zeros(1, bench.vocab_size)
+        logits[0, -NUM_PADDING:] = 100.0
+        assert bench.sampler.sample(logits, np.array([0])).token_ids[0] < bench.vocab_size - NUM_PADDING
+
+    def test_after_the_end_there_is_only_the_end(self, bench: Bench) -> None:
+        bench.take(0, Grammar("choice", '["yes"]'), ignore_eos=True)
+        bench.finish(0)
+        for _ in range(3):
+            assert bench.step(0).token_ids[0] == EOS
+
+
+class TestItsOwnRow:
+    def test_rows_without_a_grammar_are_not_touched(self, bench: Bench) -> None:
+        bench.take(0, None, temperature=1.0)
+        alone = [int(bench.step(0).token_ids[0]) for _ in range(20)]
+        bench.take(0, None, temperature=1.0)
+        bench.take(1, Grammar("json_schema", json.dumps(SCHEMA)))
+        assert [int(bench.step(0, 1).token_ids[0]) for _ in range(20)] == alone
+
+    def test_resumed_in_another_slot(self, bench: Bench) -> None:
+        grammar = Grammar("json_schema", json.dumps(SCHEMA))
+        bench.take(0, grammar, seed=9, temperature=1.0)
+        bench.finish(0)
+        whole = bench.output(0)
+        for cut in (0, 1, len(whole) // 2, len(whole) - 1):
+            bench.take(3, grammar, output=whole[:cut], seed=9, temperature=1.0)
+            bench.finish(3)
+            assert bench.output(3) == whole
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_speculation_gives_the_same_text(self, bench: Bench, temperature: float) -> None:
+        grammar = Grammar("json_schema", json.dumps(SCHEMA))
+        bench.take(0, grammar, temperature=temperature, seed=4)
+        bench.finish(0)
+        whole = bench.output(0)
+        bench.take(1, grammar, temperature=temperature, seed=4)
+        num_steps = 0
+        while len(bench.output(1)) < len(whole):
+            # Drafts that are right, then wrong, then past the end of the text.
+            done = len(bench.output(1))
+            draft = np.array([*whole[done : done + 3], 9, 9, 9][: 5 - num_steps % 3], np.int32)
+            known = bench.slots.num_tokens[1]
+            bench.slots.token_ids[1, known : known + len(draft)] = draft
+            logits = torch.cat([bench.logits(1, extra) for extra in range(len(draft) + 1)])
+            bench.sampler.prepare(np.array([1]))
+            sampled = bench.sampler.verify(logits, np.array([1]), [draft])
+            assert sampled.failed == {}
+            for token in sampled.token_ids:
+                bench.slots.append(np.array([1]), np.array([token]))
+            num_steps += 1
+        assert bench.output(1) == whole
+        assert num_steps < len(whole) / 2
+
+
+class TestFailures:
+    @pytest.mark.parametrize(
+        "grammar",
+        [
+            Grammar("regex", "("),
+            Grammar("json_schema", '{"type": "objekt"}'),
+            Grammar("json_schema", '{"$ref": "#/nope"}'),
+            Grammar("ebnf", "root ::= missing"),
+        ],
+    )
+    def test_a_grammar_that_does_not_compile_ends_its_request_alone(self, bench: Bench, grammar: Grammar) -> None:
+        bench.take(0, Grammar("choice", '["yes"]'))
+        bench.take(1, grammar)
+        bench.take(2, None, temperature=0.0)
+        best = int(bench.logits(2).argmax())
+        sampled = bench.step(0, 1, 2)
+        assert set(sampled.failed) == {1}
+        assert "does not compile" in sampled.failed[1]
+        assert "/project/" not in sampled.failed[1]
+        assert sampled.token_ids[2] == best
+        bench.sampler.free(1)
+        assert bench.finish(0) == ["yes"]
+
+    def test_one_that_takes_too_long(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:
+        bench = Bench(tokenizer_file, tokenizer, GrammarLimits(compile_timeout_s=0.0))
+        schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(400)}}
+        bench.take(0, Grammar("json_schema", json.dumps(schema)))
+        bench.take(1, None)
+        assert "longer than 0 s" in bench.step(0, 1).failed[0]
+        bench.sampler.close()
+
+    def test_one_that_is_too_large(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:
+        bench = Bench(tokenizer_file, tokenizer, GrammarLimits(max_compiled_bytes=1000))
+        bench.take(0, Grammar("json_schema", json.dumps(SCHEMA)))
+        assert "more than 1000" in bench.step(0).failed[0]
+        bench.sampler.close()
+
+    def test_history_that_does_not_fit_the_grammar(self, bench: Bench) -> None:
+        bench.take(0, Grammar("choice", '["yes"]'), output=[bench.tokenizer.token_to_id("q")])
+        assert "does not follow the grammar" in bench.step(0).failed[0]
+
+    def test_a_sampler_without_a_tokenizer_says_so(self, bench: Bench) -> None:
+        sampler = Sampler(bench.slots, bench.vocab_size, (EOS,), torch.device("cpu"))
+        bench.take(0, Grammar("choice", '["yes"]'))
+        params = bench.slots.sampling[0]
+        assert params is not None
+        sampler.add(NewSlot(0, np.array([5, 6, 7], np.int32).tobytes(), 3, params))
+        assert "no tokenizer" in sampler.sample(bench.logits(0), np.array([0])).failed[0]
+
+
+class TestCompiler:
+    def test_a_grammar_is_compiled_once(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:
+        compiler = GrammarCompiler(tokenizer_file, 300, (EOS,), GrammarLimits(max_cached=2))
+        first, second, third = (Grammar("choice", json.dumps([text])) for text in "abc")
+        compiled = compiler.compile(first)
+        assert compiler.compile(first) is compiled
+        compiler.compile(second)
+        compiler.compile(first)
+        compiler.compile(third)
+        assert compiler.compile(first) is compiled
+        compiler.close()
+
+    def test_choices_are_quoted(self) -> None:
+        assert ebnf_of_choices(['a"b', "c\n"]) == 'root ::= "a\\"b" | "c\\n"'
