@@ -27,36 +27,53 @@ class Tiles:
     workers_per_processor: int  # decode workers in flight on a multiprocessor, by registers and shared memory
 
 
-def decode_tiles(head_dim: int, element_bytes: int) -> Tiles:
+def decode_tiles(head_dim: int, element_bytes: int, group: int) -> Tiles:
     """For a step of short requests alone, which memory bounds: small tiles, many bytes in flight.
 
     At 64 keys of head_dim 128 in bf16 a worker holds 70 KiB, so three fit a processor of an H100, with 96 KiB on their
     way at any time; by Little's law 4.8 TB/s x 0.7 us / 132 processors asks for 25 KiB.
     """
     row_bytes = next_power_of_two(head_dim) * element_bytes
-    block_n = max(16, min(128, 64 * 256 // row_bytes))
-    return Tiles(block_m=16, block_n=block_n, num_warps=4, num_stages=3, workers_per_processor=3)
+    tile_bytes = 16384 if element_bytes == 2 else 8192  # float32 needs twice the registers for its three products
+    block_n = max(16, min(128, tile_bytes // row_bytes))
+    light = element_bytes == 2 and row_bytes <= 256 and group <= 16  # at most 168 registers a thread
+    return Tiles(block_m=16, block_n=block_n, num_warps=4, num_stages=3, workers_per_processor=3 if light else 2)
 
 
-def mixed_tiles(head_dim: int, element_bytes: int) -> Tiles:
-    """For a step with prefill chunks, which the tensor cores bound.
+def mixed_tiles(head_dim: int, element_bytes: int, capability_major: int) -> Tiles:
+    """For a step with prefill chunks, which the tensor cores bound. The largest tiles that do not spill (aot.py).
 
-    128 rows over two warp groups: 64 rows would ask the L2 cache for twice the bytes a flop, more than it has.
+    128 rows: fewer would ask the L2 cache for more bytes a flop than it has. 128 keys on Hopper at head_dim 128: with
+    64 the product of queries and keys reads 128 bytes of shared memory a cycle, all there is.
     """
-    row_bytes = next_power_of_two(head_dim) * element_bytes
-    if row_bytes <= 256:
-        return Tiles(block_m=128, block_n=64, num_warps=8, num_stages=3, workers_per_processor=1)
-    return Tiles(block_m=64, block_n=32, num_warps=4 if row_bytes <= 512 else 8, num_stages=2, workers_per_processor=1)
+    head_pad = next_power_of_two(head_dim)
+    hopper = capability_major >= 9
+    if element_bytes == 4:
+        block_m, block_n, num_warps, num_stages = FLOAT32_TILES[max(head_pad, 64)]
+    elif head_pad <= 64:
+        block_m, block_n, num_warps, num_stages = 128, 64, 8, 3
+    elif head_pad <= 128:
+        block_m, block_n, num_warps, num_stages = (128, 128, 8, 2) if hopper else (128, 32, 8, 3)
+    else:
+        block_m, block_n, num_warps, num_stages = (128, 32, 8, 2) if hopper else (64, 32, 8, 2)
+    return Tiles(block_m, block_n, num_warps, num_stages, workers_per_processor=1)
+
+
+FLOAT32_TILES = {64: (64, 32, 4, 2), 128: (32, 16, 4, 2), 256: (16, 16, 8, 2)}
 
 
 @lru_cache
-def num_processors(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+def device_facts(device_index: int) -> tuple[int, int]:
+    """The number of multiprocessors and the major compute capability."""
+    properties = torch.cuda.get_device_properties(device_index)
+    return properties.multi_processor_count, properties.major
 
 
-def choose_tiles(q: Tensor, num_kv_heads: int, max_query_len: int) -> Tiles:
-    prefill = max_query_len > short_query_len(q.shape[1] // num_kv_heads)
-    return (mixed_tiles if prefill else decode_tiles)(q.shape[2], q.element_size())
+def choose_tiles(q: Tensor, num_kv_heads: int, max_query_len: int, capability_major: int) -> Tiles:
+    group = q.shape[1] // num_kv_heads
+    if max_query_len > short_query_len(group):
+        return mixed_tiles(q.shape[2], q.element_size(), capability_major)
+    return decode_tiles(q.shape[2], q.element_size(), group)
 
 
 def short_rows(group: int) -> int:
@@ -72,8 +89,9 @@ def short_query_len(group: int) -> int:
 def paged_attention(
     q: Tensor, kv_cache: Tensor, batch: AttentionBatch, scale: float, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    tiles = choose_tiles(q, kv_cache.shape[2], batch.max_query_len)
-    num_workers = tiles.workers_per_processor * num_processors(q.device.index)
+    num_processors, capability_major = device_facts(q.device.index)
+    tiles = choose_tiles(q, kv_cache.shape[2], batch.max_query_len, capability_major)
+    num_workers = tiles.workers_per_processor * num_processors
     return launch(q, kv_cache, batch, scale, window, softcap, tiles, num_workers)
 
 
