@@ -46,6 +46,7 @@ class FlightRecord:
     step_id: int
     planned_s: float
     num_tokens: int
+    num_prompt: int
     num_filler: int
     rows: list[int]  # those that sample, in the order of the result
 
@@ -267,10 +268,12 @@ class StaticBatchScheduler(Desk):
         self._next_step_id += 1
         table = [(slot.slot, block) for slot in new for block in batch.table(slot.slot)]
         sampling = [chunk.slot for chunk in chunks if chunk.samples] + decodes
-        num_tokens = sum(chunk.num_tokens for chunk in chunks) + len(decodes)
+        num_chunked = sum(chunk.num_tokens for chunk in chunks)
         for row in sampling:
             batch.num_planned[row] += 1
-        group.in_flight.append(FlightRecord(step_id, now_s, num_tokens, num_filler, sampling))
+        group.in_flight.append(
+            FlightRecord(step_id, now_s, num_chunked + len(decodes), num_chunked - num_filler, num_filler, sampling)
+        )
         return StepPlan(
             step_id,
             freed,
@@ -295,7 +298,7 @@ class StaticBatchScheduler(Desk):
         group.step_s = now_s - record.planned_s
         self._counters.num_steps += 1
         self._counters.padding_tokens += record.num_filler
-        self._counters.prompt_tokens += record.num_tokens - record.num_filler - len(record.rows)
+        self._counters.prompt_tokens += record.num_prompt
         requests = group.batch.requests
         for slot, logprobs in result.prompt_logprobs.items():
             requests[slot].prompt_logprobs.extend(logprobs)

@@ -12,6 +12,7 @@ from collections import deque
 
 import hypothesis.strategies as st
 import pytest
+from fake_worker import FakeWorker, Model
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,7 +23,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fake_worker import FakeWorker, Model
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.errors import RequestRefused
 from orcaserve.engine.messages import GenerateRequest, StepPlan, StepResult, TokenDelta
@@ -34,42 +34,33 @@ RARELY = st.sampled_from([False] * 5 + [True])
 SHARED = [(i * 37) % 47 + 3 for i in range(40)]
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        policy=st.sampled_from(["fcfs", "priority", "fair", "deadline"]),
-        block_size=st.sampled_from([1, 2, 4, 8]),
-        max_num_seqs=st.sampled_from([1, 2, 4, 8]),
-        budget=st.sampled_from([4, 8, 24]),
-        cap=st.sampled_from([0, 0, 3]),
-        chunked=st.sampled_from([True, True, True, False]),
-        caching=st.sampled_from([True, True, False]),
-        in_flight=st.integers(1, 3),
-        drafts=st.sampled_from([0, 0, 0, 3]),
-        watermark=st.sampled_from([0.0, 0.1]),
-        pool_tokens=st.sampled_from([40, 64, 200]),
-        num_groups=st.sampled_from([1, 1, 2, 3]),
+@st.composite
+def configs(draw: st.DrawFn) -> SchedulerConfig:
+    chunked = draw(st.sampled_from([True, True, True, False]))
+    return SchedulerConfig(
+        max_model_len=MAX_LEN,
+        eos_token_ids=(2,),
+        block_size=draw(st.sampled_from([1, 2, 4, 8])),
+        max_num_seqs=draw(st.sampled_from([1, 2, 4, 8])),
+        max_num_batched_tokens=draw(st.sampled_from([4, 8, 24])) if chunked else MAX_LEN,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=draw(st.sampled_from([0, 0, 3])),
+        enable_prefix_caching=draw(st.sampled_from([True, True, False])),
+        scheduling_policy=draw(st.sampled_from(["fcfs", "priority", "fair", "deadline"])),
+        watermark=draw(st.sampled_from([0.0, 0.1])),
+        max_steps_in_flight=draw(st.integers(1, 3)),
+        num_speculative_tokens=draw(st.sampled_from([0, 0, 0, 3])),
+        tenant_weights={"b": 2.0},
     )
-    def start(
-        self, policy, block_size, max_num_seqs, budget, cap, chunked, caching, in_flight, drafts, watermark, pool_tokens, num_groups
-    ) -> None:  # fmt: skip
-        self.config = SchedulerConfig(
-            max_model_len=MAX_LEN,
-            eos_token_ids=(2,),
-            block_size=block_size,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget if chunked else MAX_LEN,
-            enable_chunked_prefill=chunked,
-            long_prefill_token_threshold=cap,
-            enable_prefix_caching=caching,
-            scheduling_policy=policy,
-            watermark=watermark,
-            max_steps_in_flight=in_flight,
-            num_speculative_tokens=drafts,
-            tenant_weights={"b": 2.0},
-        )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(config=configs(), pool_tokens=st.sampled_from([40, 64, 200]), num_groups=st.sampled_from([1, 1, 2, 3]))
+    def start(self, config, pool_tokens, num_groups) -> None:
+        self.config = config
         self.model = Model()
         self.scheduler = Scheduler(self.config)
-        self.num_blocks = pool_tokens // block_size
+        self.num_blocks = pool_tokens // config.block_size
         self.now = 0.0
         self.workers: dict[int, FakeWorker] = {}
         self.plans: dict[int, deque[StepPlan]] = {}
@@ -81,8 +72,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.reasons: dict[tuple[str, int], str] = {}
         self.failed: set[tuple[str, int]] = set()
         self.num_losses = 0
-        self.single_group = num_groups == 1
+        self.ordered = num_groups == 1 and config.scheduling_policy in ("fcfs", "priority")
         self.start_order: list[int] = []
+        self.sent_again: set[int] = set()
         for group in range(num_groups):
             self._new_group(group)
 
@@ -168,6 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.open)))
         request = self.requests[key[0]]
         seen = tuple(self.tokens[key])
+        self.sent_again.add(request.sampling.seed)
         again = GenerateRequest(
             key[0],
             request.prompt_token_ids,
@@ -261,7 +254,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(sorted(self.workers)))
         self._receive(self.scheduler.remove_group(group, self.now))
         self.num_losses += 1
-        self.single_group = False
+        self.ordered = False
         self.stale += [(group, result) for result in self.results.pop(group)]
         self.plans.pop(group)
         self.workers.pop(group)
@@ -269,7 +262,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.workers) < 3)
     @rule()
     def add_group(self) -> None:
-        self.single_group = False
+        self.ordered = False
         self._new_group(min(set(range(4)) - set(self.workers)))
 
     @precondition(lambda self: self.workers)
@@ -295,8 +288,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self._check_order()
         self._new_group(9)  # whatever was lost or drained
-        self.single_group = self.single_group and len(self.workers) == 2
         for _ in range(20_000):
             self.now += 0.01
             moved = False
@@ -324,6 +317,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(group.used_blocks == 0 for group in stats.groups), "blocks leaked"
         for key, reason in self.reasons.items():
             self._check_text(key, reason)
+
+    def _check_order(self) -> None:
+        """One group: first starts in the order of arrival, under the priority policy within each priority."""
+        if not self.ordered:
+            return
+        by_priority: dict[int, list[int]] = {}
+        for number in self.start_order:
+            if number not in self.sent_again:
+                priority = self.requests[f"r{number}"].priority if self.config.scheduling_policy == "priority" else 0
+                by_priority.setdefault(priority, []).append(number)
+        for order in by_priority.values():
+            assert order == sorted(order), f"requests started in the order {order}"
 
     def _check_text(self, key: tuple[str, int], reason: str) -> None:
         request, got = self.requests[key[0]], self.tokens[key]
