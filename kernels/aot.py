@@ -195,11 +195,11 @@ def compiling_for(capability: int, on_kernel: Callable[[str, Any, float], None])
         on_kernel(function.__name__, compiled, time.perf_counter() - begin)
 
     launch = jit.JITFunction.run
-    jit.JITFunction.run = compile_only  # type: ignore[method-assign]
+    jit.JITFunction.run = compile_only
     try:
         yield
     finally:
-        jit.JITFunction.run = launch  # type: ignore[method-assign]
+        jit.JITFunction.run = launch
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -135,13 +135,14 @@ def launch(
         partial_top, partial_total, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad,
         BLOCK_SIZE=block_size, WINDOW=window, SOFTCAP=softcap > 0, PREFILL=prefill, SHORT_M=short_m, BLOCK_M=block_m,
         BLOCK_N=tiles.block_n, REQUESTS_PAD=requests_pad, MIN_UNITS=MIN_UNITS, STAGES=tiles.num_stages,
-        num_warps=tiles.num_warps,
+        num_warps=tiles.num_warps, enable_fp_fusion=True,
     )  # fmt: skip
     if num_workers > 0:
         merge_kernel[(num_requests, num_kv_heads)](
             batch.query_start, batch.context_lens, num_requests, num_workers, out, partial_acc, partial_top,
             partial_total, NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, HEAD_PAD=head_pad, WINDOW=window,
             SHORT_M=short_m, BLOCK_N=tiles.block_n, REQUESTS_PAD=requests_pad, MIN_UNITS=MIN_UNITS, num_warps=4,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

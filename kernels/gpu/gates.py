@@ -39,5 +39,16 @@ def _launch(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
     assert gate.stride(1) == up.stride(1) == 1, "a row lies densely"
     if num_tokens > 0:
         grid = (num_tokens, -(-size // BLOCK))
-        gate_kernel[grid](gate, gate.stride(0), up, up.stride(0), out, size, BLOCK=BLOCK, GELU=gelu, num_warps=4)
+        gate_kernel[grid](
+            gate,
+            gate.stride(0),
+            up,
+            up.stride(0),
+            out,
+            size,
+            BLOCK=BLOCK,
+            GELU=gelu,
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     return out

@@ -102,7 +102,8 @@ def rope_kv_write(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_cache: Te
         rope_kv_kernel[grid](
             q, q.stride(0), k, k.stride(0), v, v.stride(0), cos_sin, batch.positions, batch.slot_mapping, kv_cache,
             kv_cache.stride(0), q_out, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            BLOCK_SIZE=kv_cache.shape[3], HALF_PAD=half_pad, BLOCK_H=block_h, num_warps=warps_for(half_pad * block_h)
+            BLOCK_SIZE=kv_cache.shape[3], HALF_PAD=half_pad, BLOCK_H=block_h, num_warps=warps_for(half_pad * block_h),
+            enable_fp_fusion=True
         )  # fmt: skip
     return q_out
 
@@ -116,7 +117,7 @@ def kv_write(k: Tensor, v: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> No
         kv_write_kernel[num_tokens, -(-num_kv_heads // block_h)](
             k, k.stride(0), v, v.stride(0), slot_mapping, kv_cache, kv_cache.stride(0), NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim, BLOCK_SIZE=kv_cache.shape[3], HEAD_PAD=head_pad, BLOCK_H=block_h,
-            num_warps=warps_for(head_pad * block_h)
+            num_warps=warps_for(head_pad * block_h), enable_fp_fusion=True
         )  # fmt: skip
 
 
@@ -127,5 +128,6 @@ def copy_blocks(kv_cache: Tensor, pairs: Tensor) -> None:
     if pairs.shape[0] > 0:
         grid = (pairs.shape[0], 2, -(-block_elements // COPY_ELEMENTS))
         copy_blocks_kernel[grid](
-            kv_cache, kv_cache.stride(0), pairs, BLOCK_ELEMENTS=block_elements, TILE=COPY_ELEMENTS, num_warps=8
+            kv_cache, kv_cache.stride(0), pairs, BLOCK_ELEMENTS=block_elements, TILE=COPY_ELEMENTS, num_warps=8,
+            enable_fp_fusion=True
         )  # fmt: skip

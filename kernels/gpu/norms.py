@@ -39,6 +39,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         block = next_power_of_two(hidden)
         rms_norm_kernel[(num_tokens,)](
             x, x.stride(0), added, added.stride(0), weight, out, total, eps, HIDDEN=hidden, BLOCK=block,
-            HAS_RESIDUAL=residual is not None, num_warps=warps_for(block)
+            HAS_RESIDUAL=residual is not None, num_warps=warps_for(block), enable_fp_fusion=True
         )  # fmt: skip
     return out if residual is None else (out, total)
