@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 SOURCE_DIR = Path(__file__).parent / "csrc"
 COMPILERS = ("cc", "gcc", "clang")
 # No contraction: a * b + c is one rounding only where the source says so, hence the same in every copy of a loop.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
+FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
+NATIVE = "-march=native"
 COMPILE_TIMEOUT_S = 120.0
 
 
@@ -33,12 +34,15 @@ def default_cache_dir() -> Path:
     return Path.home() / ".cache" / "orcaserve" / "kernels"
 
 
-def load(cache_dir: Path) -> ctypes.CDLL:
-    """The library, compiled first (about three seconds) if the cache does not have it. Raises BuildError."""
+def load(cache_dir: Path, target: str = NATIVE) -> ctypes.CDLL:
+    """The library, compiled first (about three seconds) if the cache does not have it. Raises BuildError.
+
+    `target` is the compiler's option for the machine to compile for.
+    """
     compiler = find_compiler()
-    path = cache_dir / f"cpu-{cache_key(compiler)}.so"
+    path = cache_dir / f"cpu-{cache_key(compiler, target)}.so"
     if not path.exists():
-        compile_library(compiler, path)
+        compile_library(compiler, path, target)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -53,12 +57,12 @@ def find_compiler() -> Path:
     raise BuildError(f"no C compiler found; tried {', '.join(COMPILERS)}")
 
 
-def cache_key(compiler: Path) -> str:
+def cache_key(compiler: Path, target: str) -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCE_DIR.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     status = compiler.stat()
-    digest.update(repr((FLAGS, str(compiler), status.st_size, status.st_mtime_ns, cpu_identity())).encode())
+    digest.update(repr((FLAGS, target, str(compiler), status.st_size, status.st_mtime_ns, cpu_identity())).encode())
     return digest.hexdigest()[:24]
 
 
@@ -72,13 +76,15 @@ def cpu_identity() -> str:
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
-def compile_library(compiler: Path, path: Path) -> None:
+def compile_library(compiler: Path, path: Path, target: str = NATIVE) -> None:
     """Compiles the sources side by side and links them; the finished file appears under `path` in one move."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as folder:
         sources = sorted(SOURCE_DIR.glob("*.c"))
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        _run_all([[str(compiler), *FLAGS, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)])
+        _run_all(
+            [[str(compiler), *FLAGS, target, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
+        )
         library = Path(folder) / "library.so"
         _run_all([[str(compiler), "-shared", "-pthread", *map(str, objects), "-lm", "-o", str(library)]])
         os.replace(library, path)

@@ -34,6 +34,7 @@ struct attention {
     int padded;    // head_dim rounded up to LANES
     int block_queries;
     const struct item *items;
+    int64_t num_items;
     float *partials;      // of the items that are split: see partial_floats
     atomic_int *arrived;  // per split row block
 };
@@ -42,8 +43,10 @@ struct attention {
 struct item {
     int32_t request, kv_head;
     int32_t first_query, num_queries;  // within the request
-    int32_t segment, num_segments;     // of a split item; num_segments 0: not split
-    int32_t partial, counter;          // where the split items of this row block leave their results
+    // Of an item that is split (else num_segments is 0): its segment of the keys, and where the parts of this row
+    // block leave their results.
+    int32_t num_segments, segment;
+    int32_t first_partial, part, counter;
 };
 
 // The state of the online softmax of a block of rows: accumulators [rows, padded], maxima and sums [rows].
@@ -84,11 +87,11 @@ static __attribute__((noinline)) void merge(struct state into, struct state from
     }
 }
 
+// Where the keys of a tile lie; the values lie `values` bytes behind them.
 struct tile {
-    int64_t begin;         // absolute position of its first key
-    int count;             // keys of the context within it
-    const char *k[TILE];   // rows of keys and of values
-    const char *v[TILE];
+    int count;  // keys of the context within the tile; the pointers behind repeat the last one
+    ptrdiff_t values;
+    const char *rows[TILE];
 };
 
 // One row of scores becomes softmax weights, in place. Keys outside [low, high) weigh nothing. `top` and `sum` go on;
@@ -127,9 +130,22 @@ INLINE void weigh(const struct attention *c, float *scores, int64_t begin, int64
     *sum = *sum * *correction + vec_sum(total);
 }
 
-// Runs the item's row block over the tiles of keys [first, last): see attention.inc.h.
+// The keys that the item looks at: those that some query of it may see, of its segment when it is split.
+static void key_range(const struct attention *c, const struct item *item, int64_t *first, int64_t *last) {
+    const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
+    const int64_t position = c->context_lens[item->request] - num_queries + item->first_query;
+    *last = position + item->num_queries;
+    *first = c->window > 0 && position + 1 > c->window ? position + 1 - c->window : 0;
+    if (item->num_segments) {
+        const int64_t begin = (int64_t)item->segment * SEGMENT, end = begin + SEGMENT;
+        *first = *first > begin ? *first : begin;
+        *last = *last < end ? *last : end;
+    }
+}
+
+// Runs the item's row block over the keys [first, last), and fetches those of `then`: see attention.inc.h.
 typedef void (*attend_fn)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
-                          struct state state, const float *q, char *work);
+                          struct state state, const float *q, char *work, const struct item *then);
 
 #define T float
 #define LOAD load_f32
@@ -151,16 +167,6 @@ typedef void (*attend_fn)(const struct attention *c, const struct item *item, in
 #define NAME(x) x##_fp16
 #define PAIRS 0
 #include "attention.inc.h"
-
-static const int element_bytes[] = {4, 2, 2};
-
-// The keys that some query of the item may see.
-static void key_range(const struct attention *c, const struct item *item, int64_t *first, int64_t *last) {
-    const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
-    const int64_t position = c->context_lens[item->request] - num_queries + item->first_query;
-    *last = position + item->num_queries;
-    *first = c->window > 0 && position + 1 > c->window ? position + 1 - c->window : 0;
-}
 
 struct plan {
     struct item *items;
@@ -193,14 +199,16 @@ static void plan_items(const struct attention *c, struct plan *plan) {
             for (int head = 0; head < c->num_kv_heads; head++) {
                 item.kv_head = head;
                 if (!split) {
+                    item.num_segments = 0;
                     *append(plan) = item;
                     continue;
                 }
                 item.num_segments = (int32_t)num_segments;
-                item.partial = (int32_t)plan->num_partials;
+                item.first_partial = (int32_t)plan->num_partials;
                 item.counter = (int32_t)plan->num_counters++;
                 plan->num_partials += num_segments;
                 for (int64_t s = 0; s < num_segments; s++) {
+                    item.part = (int32_t)s;
                     item.segment = (int32_t)(first_segment + s);
                     *append(plan) = item;
                 }
@@ -224,21 +232,18 @@ static void run_items(const struct attention *c, int64_t begin, int64_t end, int
     float *q = base + 2 * floats;
     char *work = (char *)(q + q_floats);
     for (int64_t i = begin; i < end; i++) {
-        const struct item *item = &c->items[i];
+        const struct item *item = &c->items[i], *then = i + 1 < c->num_items ? item + 1 : NULL;
         const int64_t rows = (int64_t)item->num_queries * c->group;
         struct state total = state_at(base, rows, c->padded), part = state_at(base + floats, rows, c->padded);
         int64_t first, last;
         key_range(c, item, &first, &last);
         load_queries[dtype](c, item, q);
         if (item->num_segments) {
-            const int64_t begin_key = (int64_t)item->segment * SEGMENT, end_key = begin_key + SEGMENT;
-            const int64_t first_segment = first / SEGMENT;
-            float *slot = c->partials + ((int64_t)item->partial + item->segment - first_segment) * floats;
-            struct state mine = state_at(slot, rows, c->padded);
+            float *slots = c->partials + (int64_t)item->first_partial * floats;
+            struct state mine = state_at(slots + item->part * floats, rows, c->padded);
             clear(mine, rows, c->padded);
-            attend[dtype](c, item, first > begin_key ? first : begin_key, last < end_key ? last : end_key, mine, q, work);
+            attend[dtype](c, item, first, last, mine, q, work, then);
             if (atomic_fetch_add(&c->arrived[item->counter], 1) + 1 < item->num_segments) continue;
-            float *slots = c->partials + (int64_t)item->partial * floats;
             total = state_at(slots, rows, c->padded);
             for (int64_t s = 1; s < item->num_segments; s++)
                 merge(total, state_at(slots + s * floats, rows, c->padded), rows, c->padded);
@@ -249,7 +254,7 @@ static void run_items(const struct attention *c, int64_t begin, int64_t end, int
                 const int only = key == first;
                 struct state into = only ? total : part;
                 if (!only) clear(part, rows, c->padded);
-                attend[dtype](c, item, key, last < end_key ? last : end_key, into, q, work);
+                attend[dtype](c, item, key, last < end_key ? last : end_key, into, q, work, then);
                 if (!only) merge(total, part, rows, c->padded);
                 key = end_key;
             }
@@ -272,6 +277,7 @@ void orca_paged_attention(int dtype, const void *q, int64_t q_stride, void *out,
                           const int32_t *block_tables, int64_t table_stride, int64_t num_requests, int num_heads,
                           int num_kv_heads, int head_dim, int64_t block_size, float scale, int window, float softcap) {
     static const job_fn jobs[] = {run_f32, run_bf16, run_fp16};
+    static const int element_bytes[] = {4, 2, 2};
     const int group = num_heads / num_kv_heads;
     struct attention c = {
         .q = q, .out = out, .k_cache = k_cache, .v_cache = v_cache, .query_start = query_start,
@@ -285,6 +291,7 @@ void orca_paged_attention(int dtype, const void *q, int64_t q_stride, void *out,
     plan_items(&c, &plan);
     const int64_t floats = (state_floats((int64_t)c.block_queries * group, c.padded) + 15) / 16 * 16;
     c.items = plan.items;
+    c.num_items = plan.num_items;
     if (plan.num_counters) {
         c.partials = malloc((size_t)(plan.num_partials * floats) * sizeof(float));
         c.arrived = calloc((size_t)plan.num_counters, sizeof(atomic_int));

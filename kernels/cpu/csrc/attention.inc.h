@@ -2,19 +2,24 @@
 
 // keys[step][TILE]: the tile's keys turned round, so that a vector holds one step of LANES keys. A step is one element
 // of the head as float, or with PAIRS two elements as they are.
-INLINE void NAME(turn_keys)(const struct tile *tile, int padded, uint32_t *keys) {
+// On the way the keys and values of the tile that comes next are fetched.
+INLINE void NAME(turn_keys)(const struct tile *tile, const struct tile *ahead, int padded, uint32_t *keys) {
     const int per_step = PAIRS ? 2 : 1;
     for (int token = 0; token < tile->count; token += LANES)  // whatever is left behind the context is masked later
         for (int d = 0; d < padded; d += LANES * per_step) {
             vecu rows[LANES];
             for (int i = 0; i < LANES; i++) {
-                const T *row = (const T *)tile->k[token + i] + d;
+                const T *row = (const T *)tile->rows[token + i] + d;
+                const char *next = ahead->rows[token + i] + d * sizeof(T);
+                __builtin_prefetch(next, 0, 3);
+                __builtin_prefetch(next + ahead->values, 0, 3);
 #if PAIRS
                 if (d + 2 * LANES <= padded) {
                     rows[i] = (vecu) * (const vecu_mem *)row;
                 } else {  // half a vector is left
-                    rows[i] = (vecu){0};
-                    memcpy(&rows[i], row, 2 * LANES);
+                    vecu half = {0};
+                    memcpy(&half, row, 2 * LANES);
+                    rows[i] = half;
                 }
 #else
                 rows[i] = (vecu)LOAD(row);
@@ -59,7 +64,7 @@ INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int
         for (int v = 0; v < vecs; v++)
             a[r][v] = load_f32(acc + r * padded + column + v * LANES) * vec_set(correction[r]);
     for (int token = 0; token < count; token++) {
-        const T *row = (const T *)tile->v[token] + column;
+        const T *row = (const T *)(tile->rows[token] + tile->values) + column;
         vecf x[4];
         for (int v = 0; v < vecs; v++) x[v] = LOAD(row + v * LANES);
 #pragma GCC unroll 6
@@ -109,55 +114,59 @@ static void NAME(add_one)(const struct tile *tile, int count, int column, int pa
     }
 }
 
-// Where the tile's keys and values lie. Past the context the last row is named again: it is read, never used.
 INLINE void NAME(find_tile)(const struct attention *c, const struct item *item, int64_t begin, int64_t last,
-                            struct tile *tile, char *padding) {
+                            struct tile *tile) {
     const int32_t *table = c->block_tables + item->request * c->table_stride;
-    const int64_t row_bytes = c->head_dim * (int64_t)sizeof(T), block_bytes = c->num_kv_heads * c->block_size * row_bytes;
-    const int64_t head_bytes = item->kv_head * c->block_size * row_bytes;
-    tile->begin = begin;
+    const int64_t row_bytes = c->head_dim * (int64_t)sizeof(T), head_bytes = c->block_size * row_bytes;
+    tile->values = c->v_cache - c->k_cache;
     tile->count = last - begin < TILE ? (int)(last - begin) : TILE;
     int64_t block = begin / c->block_size, offset = begin % c->block_size;
-    for (int i = 0; i < tile->count; i++) {
-        const int64_t at = table[block] * block_bytes + head_bytes + offset * row_bytes;
-        tile->k[i] = c->k_cache + at;
-        tile->v[i] = c->v_cache + at;
-        if (++offset == c->block_size) {
-            offset = 0;
-            block++;
-        }
+    for (int i = 0; i < tile->count; block++, offset = 0) {
+        const char *row = c->k_cache + (table[block] * (int64_t)c->num_kv_heads + item->kv_head) * head_bytes + offset * row_bytes;
+        const int end = tile->count - i < c->block_size - offset ? tile->count : i + (int)(c->block_size - offset);
+        for (; i < end; i++, row += row_bytes) tile->rows[i] = row;
     }
-    if (c->padded != c->head_dim) {  // rows that do not fill their last vector: copied, with zeros behind
-        const size_t padded_bytes = (size_t)c->padded * sizeof(T);
-        for (int i = 0; i < tile->count; i++) {
-            char *k = padding + i * padded_bytes, *v = padding + (TILE + i) * padded_bytes;
-            memcpy(k, tile->k[i], (size_t)row_bytes);
-            memset(k + row_bytes, 0, padded_bytes - (size_t)row_bytes);
-            memcpy(v, tile->v[i], (size_t)row_bytes);
-            memset(v + row_bytes, 0, padded_bytes - (size_t)row_bytes);
-            tile->k[i] = k;
-            tile->v[i] = v;
-        }
+    for (int i = tile->count; i < TILE; i++) tile->rows[i] = tile->rows[tile->count - 1];
+}
+
+// Rows that do not fill their last vector: copied, with zeros behind.
+static void NAME(pad_tile)(const struct attention *c, struct tile *tile, char *padding) {
+    const size_t row_bytes = (size_t)c->head_dim * sizeof(T), padded_bytes = (size_t)c->padded * sizeof(T);
+    memset(padding, 0, 2 * TILE * padded_bytes);
+    for (int i = 0; i < TILE; i++) {
+        char *k = padding + i * padded_bytes;
+        memcpy(k, tile->rows[i], row_bytes);
+        memcpy(k + TILE * padded_bytes, tile->rows[i] + tile->values, row_bytes);
+        tile->rows[i] = k;
     }
-    for (int i = tile->count; i < TILE; i++) {
-        tile->k[i] = tile->k[tile->count - 1];
-        tile->v[i] = tile->v[tile->count - 1];
-    }
+    tile->values = (ptrdiff_t)(TILE * padded_bytes);
 }
 
 static void NAME(attend)(const struct attention *c, const struct item *item, int64_t first, int64_t last,
-                         struct state state, const float *q, char *work) {
+                         struct state state, const float *q, char *work, const struct item *then) {
     const int padded = c->padded;
     const int64_t rows = (int64_t)item->num_queries * c->group;
     const int64_t num_queries = c->query_start[item->request + 1] - c->query_start[item->request];
     const int64_t position = c->context_lens[item->request] - num_queries + item->first_query;
     uint32_t *keys = (uint32_t *)work;
     float *scores = (float *)(work + (size_t)TILE * padded * 4);
-    char *padding = (char *)(scores + ROWS * TILE);
-    struct tile tile;
-    for (int64_t begin = first / TILE * TILE; begin < last; begin += TILE) {
-        NAME(find_tile)(c, item, begin, last, &tile, padding);
-        NAME(turn_keys)(&tile, padded, keys);
+    struct tile tiles[2];
+    int64_t begin = first / TILE * TILE;
+    NAME(find_tile)(c, item, begin, last, &tiles[0]);
+    for (int turn = 0; begin < last; begin += TILE, turn ^= 1) {
+        struct tile *tile = &tiles[turn], *ahead = &tiles[!turn];
+        if (begin + TILE < last) {
+            NAME(find_tile)(c, item, begin + TILE, last, ahead);
+        } else {
+            int64_t then_first = 0, then_last = 0;
+            if (then) key_range(c, then, &then_first, &then_last);
+            if (then_first < then_last)
+                NAME(find_tile)(c, then, then_first / TILE * TILE, then_last, ahead);
+            else
+                ahead = tile;
+        }
+        if (padded != c->head_dim) NAME(pad_tile)(c, tile, (char *)(scores + ROWS * TILE));
+        NAME(turn_keys)(tile, ahead, padded, keys);
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int n = rows - r < ROWS ? (int)(rows - r) : ROWS;
             const int64_t last_position = position + (r + n - 1) / c->group;
@@ -169,13 +178,13 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
                 const int64_t low = c->window > 0 ? at + 1 - c->window : 0;
                 weigh(c, scores + i * TILE, begin, low, at + 1, &state.top[r + i], &state.sum[r + i], &correction[i]);
             }
-            const int count = last_position + 1 - begin < tile.count ? (int)(last_position + 1 - begin) : tile.count;
+            const int count = last_position + 1 - begin < tile->count ? (int)(last_position + 1 - begin) : tile->count;
             float *acc = state.acc + r * padded;
             int column = 0;
             for (; column + 4 * LANES <= padded; column += 4 * LANES)
-                NAME(add_four)(&tile, count, column, padded, scores, correction, acc, n);
+                NAME(add_four)(tile, count, column, padded, scores, correction, acc, n);
             for (; column < padded; column += LANES)
-                NAME(add_one)(&tile, count, column, padded, scores, correction, acc, n);
+                NAME(add_one)(tile, count, column, padded, scores, correction, acc, n);
         }
     }
 }

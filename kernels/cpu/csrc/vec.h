@@ -132,8 +132,14 @@ INLINE void put_f32(float *p, float x) {
 }
 
 INLINE vecf load_bf16(const bf16 *p) {
+#if VEC512
+    return (vecf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+#elif defined(__AVX2__)
+    return (vecf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+#else
     vech half = (vech) * (const vech_mem *)p;
     return (vecf)(__builtin_convertvector(half, vecu) << 16);
+#endif
 }
 INLINE float get_bf16(const bf16 *p) {
     uint32_t bits = (uint32_t)p->bits << 16;
