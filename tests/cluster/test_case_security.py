@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.routing import Route
 
 from orcaserve.cluster import auth
 from orcaserve.cluster.app_config import AppConfig
@@ -44,15 +43,23 @@ def locked(make_server: Callable[..., LiveServer], tmp_path_factory: pytest.Temp
 
 
 def routes_of(server: LiveServer) -> list[str]:
-    return [route.path.replace("{model_id:path}", "x") for route in server.surface.routes.routes if isinstance(route, Route)]
+    paths = server.surface.routes.openapi()["paths"]
+    return ["/openapi.json", *(path.replace("{model_id}", "x") for path in paths)]
 
 
 def test_case_35_every_route_wants_the_key(locked: LiveServer) -> None:
     paths = routes_of(locked)
     assert len(paths) >= 10
-    odd = ["//v1/completions", "/V1/completions", "/v1/../v1/completions", "/v1/completions/", "/health/", "/health/../v1/models"]
+    odd = [
+        "//v1/completions",
+        "/V1/completions",
+        "/v1/../v1/completions",
+        "/v1/completions/",
+        "/health/",
+        "/health/../v1/models",
+    ]
     odd += ["/%761/models", "/healthz", "/ready?x=1", "/docs", "/nope"]
-    with socket_client(locked) as send:
+    with SocketClient(locked) as send:
         for path in [*paths, *odd]:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE"):
                 for key in (None, "wrong"):
@@ -64,7 +71,7 @@ def test_case_35_every_route_wants_the_key(locked: LiveServer) -> None:
                         assert method == "HEAD" or json.loads(body)["error"]["code"] == "invalid_api_key"
 
 
-class socket_client:  # noqa: N801 (reads as a function)
+class SocketClient:
     """Paths as they stand, which HTTP clients would tidy up."""
 
     def __init__(self, server: LiveServer) -> None:
@@ -79,7 +86,9 @@ class socket_client:  # noqa: N801 (reads as a function)
     def _send(self, method: str, path: str, key: str | None) -> tuple[int, bytes]:
         authorization = "" if key is None else f"Authorization: Bearer {key}\r\n"
         with socket.create_connection(self._address) as connection:
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\n{authorization}Content-Length: 0\r\nConnection: close\r\n\r\n"
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: x\r\n{authorization}Content-Length: 0\r\nConnection: close\r\n\r\n"
+            )
             connection.sendall(head.encode())
             answer = b""
             while part := connection.recv(65536):
@@ -95,7 +104,10 @@ def test_case_35_the_right_key_opens_and_is_not_logged(locked: LiveServer, caplo
         assert locked.client.get("/v1/models", headers={"authorization": f"bearer {KEY}"}).status_code == 200
         assert locked.client.get("/v1/models", headers={"authorization": f"Bearer {KEY}x"}).status_code == 401
         body = {"prompt": "SAY:a private matter"}
-        assert locked.client.post(TEXT, json=body, headers=headers | {"x-request-id": "my-id.1"}).headers["x-request-id"] == "my-id.1"
+        assert (
+            locked.client.post(TEXT, json=body, headers=headers | {"x-request-id": "my-id.1"}).headers["x-request-id"]
+            == "my-id.1"
+        )
     lines = [record.getMessage() for record in caplog.records if record.name == "orcaserve.access"]
     assert len(lines) == 4
     assert not any(KEY in record.getMessage() for record in caplog.records)
@@ -221,7 +233,8 @@ def test_case_14_the_key_separates_the_cache(locked: LiveServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:{port}/x", "http://169.254.169.254/latest", "file:///etc/passwd", "data:image/png;base64,AA"]
+    "url",
+    ["http://127.0.0.1:{port}/x", "http://169.254.169.254/latest", "file:///etc/passwd", "data:image/png;base64,AA"],
 )
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
 def test_case_37_no_url_is_opened(server: LiveServer, url: str, kind: str) -> None:
@@ -342,7 +355,9 @@ def test_case_28_a_full_queue_is_a_429(make_server: Callable[..., LiveServer]) -
     statuses: list[tuple[int, str | None]] = []
 
     def send() -> None:
-        response = httpx.post(server.url + TEXT, json={"prompt": "Count:", "max_tokens": 30, "ignore_eos": True}, timeout=30)
+        response = httpx.post(
+            server.url + TEXT, json={"prompt": "Count:", "max_tokens": 30, "ignore_eos": True}, timeout=30
+        )
         statuses.append((response.status_code, response.headers.get("retry-after")))
 
     threads = [threading.Thread(target=send) for _ in range(16)]
@@ -376,7 +391,9 @@ def test_case_31_metrics_agree_with_usage(make_server: Callable[..., LiveServer]
     server = make_server(parrot={"pace_s": 0.005})
     usages = [server.complete(f"SAY:{text}").json()["usage"] for text in ("one", "one two", "one two three")]
     for _ in range(5):
-        with server.client.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}) as r:
+        with server.client.stream(
+            "POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}
+        ) as r:
             next(r.iter_lines())
     server.complete("x", n=0)
     server.until_idle()
@@ -392,7 +409,9 @@ def test_case_31_metrics_agree_with_usage(make_server: Callable[..., LiveServer]
     assert found[f'vllm:request_success_total{{finished_reason="stop",model_name="{name}"}}'] == 3
     assert found[f'vllm:num_requests_running{{model_name="{name}"}}'] == 0
     assert found[f'vllm:prompt_tokens_total{{model_name="{name}"}}'] == sum(u["prompt_tokens"] for u in usages) + 5
-    assert found[f'vllm:generation_tokens_total{{model_name="{name}"}}'] >= sum(u["completion_tokens"] for u in usages) + 5
+    assert (
+        found[f'vllm:generation_tokens_total{{model_name="{name}"}}'] >= sum(u["completion_tokens"] for u in usages) + 5
+    )
     assert found[f'orcaserve:requests_refused_total{{code="invalid_request",model_name="{name}"}}'] == 1
     assert not any("cmpl-" in key for key in found)
 
@@ -419,7 +438,9 @@ def test_case_38_memory_stays_where_it_is(server: LiveServer) -> None:
 
 def test_deadlines(make_server: Callable[..., LiveServer]) -> None:
     server = make_server(max_num_seqs=1, parrot={"pace_s": 0.02})
-    with server.client.stream("POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}) as one:
+    with server.client.stream(
+        "POST", TEXT, json={"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    ) as one:
         lines = one.iter_lines()
         assert next(lines)
         response = server.complete("y", deadline_ms=50)

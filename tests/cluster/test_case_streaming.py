@@ -53,9 +53,7 @@ def both(server: LiveServer, path: str, body: dict[str, Any]) -> tuple[str, list
         (["twelve thirteen"], " one two three four five six seven eight nine ten eleven twelve", "stop"),
     ],
 )
-def test_case_01_stop_strings_over_several_tokens(
-    server: LiveServer, stop: list[str], want: str, finish: str
-) -> None:
+def test_case_01_stop_strings_over_several_tokens(server: LiveServer, stop: list[str], want: str, finish: str) -> None:
     body = {"prompt": "Count in words:", "temperature": 0, "max_tokens": 40, "stop": stop}
     streamed, events, choice = both(server, TEXT, body)
     assert streamed == want

@@ -82,7 +82,12 @@ def test_case_05_context_length(server: LiveServer) -> None:
         return server.complete(ids(num), **fields)
 
     limit = MAX_MODEL_LEN
-    for response in (send(limit + 100), send(limit), send(10, max_tokens=limit), server.complete(ids(limit + 100), max_tokens=1)):
+    for response in (
+        send(limit + 100),
+        send(limit),
+        send(10, max_tokens=limit),
+        server.complete(ids(limit + 100), max_tokens=1),
+    ):
         message = refused(response, "prompt", code="context_length_exceeded")
         assert str(limit) in message
         assert "-" not in message
@@ -147,7 +152,9 @@ def test_case_08_no_infinity_in_json(server: LiveServer) -> None:
     assert not any(word in response.text for word in ("Infinity", "NaN"))
 
 
-@pytest.mark.parametrize("bias", [{"999999999": 5}, {"-1": 1}, {"abc": 1}, {"5": 1000}, {"5": "x"}, {"49152": 1}, {"٣": 1}, []])
+@pytest.mark.parametrize(
+    "bias", [{"999999999": 5}, {"-1": 1}, {"abc": 1}, {"5": 1000}, {"5": "x"}, {"49152": 1}, {"٣": 1}, []]
+)
 def test_case_09_logit_bias(server: LiveServer, bias: Any) -> None:
     refused(server.chat("hi", max_tokens=4, logit_bias=bias), "logit_bias")
     assert server.chat("SAY:hi", logit_bias={"5": 100, "49151": -100}).status_code == 200
@@ -382,7 +389,14 @@ def test_what_is_not_supported_is_refused_by_name(server: LiveServer, field: str
 
 
 def test_fields_that_ask_for_nothing_pass(server: LiveServer) -> None:
-    nothing = {"tools": [], "tool_choice": "none", "modalities": ["text"], "suffix": None, "audio": None, "store": False}
+    nothing = {
+        "tools": [],
+        "tool_choice": "none",
+        "modalities": ["text"],
+        "suffix": None,
+        "audio": None,
+        "store": False,
+    }
     response = server.chat("SAY:x", **nothing)
     assert response.status_code == 200
 
@@ -416,7 +430,9 @@ def test_tokenize_and_back(server: LiveServer) -> None:
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
     assert server.client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": "héllo 🧪"}
     refused(server.client.post("/tokenize", json={}), "prompt")
-    refused(server.client.post("/tokenize", json={"prompt": "x", "messages": [{"role": "user", "content": "x"}]}), "prompt")
+    refused(
+        server.client.post("/tokenize", json={"prompt": "x", "messages": [{"role": "user", "content": "x"}]}), "prompt"
+    )
     refused(server.client.post("/detokenize", json={"tokens": [49_152]}), "tokens")
 
 
