@@ -51,7 +51,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
-    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=True)["input_ids"] for c in chats]
+    prompts = [tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in chats]
     prompts += [tokenizer.encode(text) for text in TEXTS]
     answers = [answer(model, ids) for ids in prompts]
     TARGET.write_text(json.dumps(answers, separators=(",", ":")).replace('},{"prompt', '},\n{"prompt') + "\n")

@@ -65,7 +65,6 @@ class Attention(nn.Module):
         head_norm_offset: float | None = None,  # None: queries and keys are not normalised
         scale: float | None = None,
         window: int = 0,
-        softcap: float = 0.0,
     ) -> None:
         super().__init__()
         config, shard = setup.config, setup.shard
@@ -77,7 +76,6 @@ class Attention(nn.Module):
         self.widths = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window = window
-        self.softcap = softcap
         self.backend = setup.attention_backend
         heads, kv_heads = shard.heads.scaled(head_dim), shard.kv_heads.scaled(head_dim)
         outputs = [
@@ -100,7 +98,7 @@ class Attention(nn.Module):
             q = self.q_norm(q.reshape(-1, self.head_dim)).view(q.shape)
             k = self.k_norm(k.reshape(-1, self.head_dim)).view(k.shape)
         q = rope_kv_write(q, k, v, self.cos_sin, kv_cache, batch)
-        attended = paged_attention(q, kv_cache, batch, self.scale, self.window, self.softcap, self.backend)
+        attended = paged_attention(q, kv_cache, batch, self.scale, self.window, backend=self.backend)
         return self.output(attended.view(num_tokens, -1))
 
     __call__ = forward

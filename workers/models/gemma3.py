@@ -55,7 +55,6 @@ def build(setup: Setup) -> Decoder:
             head_norm_offset=NORM_OFFSET,
             scale=hf.query_pre_attn_scalar**-0.5,
             window=hf.sliding_window if kind == "sliding_attention" else 0,
-            softcap=hf.attn_logit_softcapping or 0.0,
         )
         return SandwichLayer(setup, prefix, attention, GatedMlp(setup, f"{prefix}.mlp", hf.hidden_activation))
 
