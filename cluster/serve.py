@@ -36,7 +36,7 @@ def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> in
         raise StartFailed(f"--port: {config.host}:{config.port} is in use")
     if not config.on_loopback and not config.api_key and config.tenants_file is None:
         say(f"warning: {config.host} can be reached from other machines and there is no --api-key")
-    local = None if config.ray_address else LocalRay(config.on_loopback)
+    local = None if config.ray_address else LocalRay()
     if local is not None:
         os.environ |= local.environment()
     _interrupt_on_signals()
@@ -82,8 +82,8 @@ class _Service:
                 object_store_memory=100 * 2**20,
                 namespace="orcaserve",
                 log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address="127.0.0.1" if config.on_loopback else None,
+                logging_level=logging.ERROR,
+                _node_ip_address="127.0.0.1",
             )
         self._say(f"Ray is at {ray.get_runtime_context().gcs_address}")
         _interrupt_on_signals()  # ray.init has put its own handler there
@@ -109,15 +109,16 @@ class _Service:
 
     def _start_serve(self) -> None:
         self._say("starting Ray Serve")
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # "is ready" comes from us, when the model is
         from ray import serve
+        from ray.serve.schema import LoggingConfig
 
         from orcaserve.cluster.app import build
 
         config = self._config
-        serve.start(http_options={"host": config.host, "port": config.port}, logging_config={"log_level": "WARNING"})
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # the router writes its own lines
+        serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
         app = build(config.model_dump(mode="json"))
-        serve.run(app, name=config.name, route_prefix="/")
+        serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
 
     def _wait_ready(self) -> None:
         """Show what the groups are doing until the front door says ready."""
@@ -139,7 +140,8 @@ class _Service:
         import ray
 
         assert self._scheduler is not None
-        return ray.get(self._scheduler.status.remote(), timeout=60)
+        status: ClusterStatus = ray.get(self._scheduler.status.remote(), timeout=60)  # type: ignore[assignment]
+        return status
 
     def _stop_application(self, scheduler: ActorHandle) -> None:
         import ray

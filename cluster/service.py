@@ -9,12 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
+from orcaserve.cluster.auth import read_tenants
 from orcaserve.cluster.channel import Endpoint, Peer, Server
+from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.wire import (
     Abort,
     Accepted,
@@ -84,7 +87,7 @@ class SchedulerService:
         self._lines: dict[int, _Line] = {}
         self._line_of: dict[Peer, tuple[_Line, int]] = {}
         self._pump_due = False
-        self._ticker = self._loop.create_task(self._tick())
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
 
     @property
     def router_endpoint(self) -> Endpoint:
@@ -135,6 +138,14 @@ class SchedulerService:
             self._publish(self.scheduler.remove_group(group_id, self._clock()))
             self._pump_soon()
 
+    def drain_group(self, group_id: int) -> None:
+        """Give it nothing new; what it runs goes on."""
+        if self._lines[group_id].stepping:
+            self.scheduler.drain_group(group_id)
+
+    def num_running(self, group_id: int) -> int:
+        return sum(group.running for group in self.scheduler.stats().groups if group.group_id == group_id)
+
     def is_stuck(self, group_id: int, limit_s: float) -> bool:
         """Work is out and nothing has come back for `limit_s`; an idle group is never stuck."""
         line = self._lines.get(group_id)
@@ -155,9 +166,9 @@ class SchedulerService:
         for peer in list(self._stream_of):
             self._routers.send(peer, Farewell(reason))
         for line in list(self._lines.values()):
-            for peer in line.peers:
-                if peer is not None:
-                    self._ranks.send(peer, Leave())
+            for rank in line.peers:
+                if rank is not None:
+                    self._ranks.send(rank, Leave())
         self.vanish()
 
     def vanish(self) -> None:
@@ -282,25 +293,20 @@ class SchedulerService:
             assert peer is not None
             self._ranks.send(peer, step)  # a rank that is gone makes itself known as lost
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._look_at_clock()
-
-    def _look_at_clock(self) -> None:
+    def _tick(self) -> None:
+        self._ticker = self._loop.call_later(TICK_S, self._tick)
         self._publish(self.scheduler.expire(self._clock()))
         for line in list(self._lines.values()):
             if self.is_stuck(line.group_id, self._step_timeout_s):
                 self._lose_group(line, f"no result of a step for {self._step_timeout_s:g} s")
 
 
-def scheduler_config(
-    options: Iterable[tuple[str, object]], max_model_len: int, eos_token_ids: tuple[int, ...]
-) -> SchedulerConfig:
-    """The engine's share of an operator's options: those that it has a field for."""
-    wanted = set(SchedulerConfig.__struct_fields__) - {"max_model_len", "eos_token_ids"}
-    return msgspec.convert(
-        {key: value for key, value in options if key in wanted}
-        | {"max_model_len": max_model_len, "eos_token_ids": eos_token_ids},
-        SchedulerConfig,
+def scheduler_config(config: ServeConfig, model: ModelInfo) -> SchedulerConfig:
+    """The engine's share of the operator's options: those that it has a field for."""
+    shared = {name: value for name, value in config if name in SchedulerConfig.__struct_fields__}
+    tenants = read_tenants(config.tenants_file) if config.tenants_file is not None else []
+    return SchedulerConfig(
+        **{**shared, "max_model_len": model.max_model_len},
+        eos_token_ids=model.eos_token_ids,
+        tenant_weights={tenant.name: tenant.weight for tenant in tenants},
     )

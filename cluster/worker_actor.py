@@ -9,13 +9,14 @@ import asyncio
 import logging
 import os
 import socket
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
-from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.wire import Done, Failed, Hello, Leave, ToRank
 
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class WorkerActor:
     """A shell around workers.Worker. All of the worker's work is done by one thread of its own."""
 
-    def __init__(self, config: ServeConfig, model: ModelInfo, device: str, rank: int) -> None:
+    def __init__(self, config: ServeConfig, model: ModelInfo, device: Device, rank: int) -> None:
         self._config = config
         self._model = model
         self._device = device
@@ -76,7 +79,7 @@ class WorkerActor:
         self._thread.submit(self._serve, endpoint, hello)
         return self._num_blocks
 
-    async def _in_thread(self, function, *args):  # type: ignore[no-untyped-def]
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def _load(self, init_method: str) -> int:
@@ -88,7 +91,7 @@ class WorkerActor:
             model_dir=self._model.model_dir,
             tensor_parallel_size=options.tensor_parallel_size,
             dtype=options.dtype,
-            device=self._device,  # type: ignore[arg-type]
+            device=self._device,
             block_size=options.block_size,
             max_model_len=self._model.max_model_len,
             max_num_seqs=options.max_num_seqs,

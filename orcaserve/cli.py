@@ -111,11 +111,9 @@ def _option(name: str, field: FieldInfo) -> inspect.Parameter:
     flags = (f"{flag}/--no-{flag.removeprefix('--')}",) if kind is bool else (flag,)
     default = "" if field.default in (None, (), "") else f" [default: {field.default}]"
     help_text = (field.description or "") + default
-    annotation = Annotated[kind | None, typer.Option(*flags, help=help_text, show_default=False)]  # type: ignore[valid-type]
-    if get_origin(kind) is list:
-        annotation = Annotated[kind, typer.Option(*flags, help=help_text, show_default=False)]  # type: ignore[valid-type]
-    default_value = [] if get_origin(kind) is list else None
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default_value, annotation=annotation)
+    optional: Any = kind if get_origin(kind) is list else kind | None
+    annotation = Annotated[optional, typer.Option(*flags, help=help_text, show_default=False)]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _plain(annotation: Any, is_memory: bool) -> Any:
