@@ -75,7 +75,7 @@ class Checkpoint:
             raise ModelLoadError(str(index), "", f"not a readable index: {type(error).__name__}: {error}") from error
         listed: dict[str, list[str]] = defaultdict(list)
         for name, file in entries:
-            if Path(file).name != file or file in (".", ".."):
+            if not file or Path(file).name != file or file == "..":
                 raise ModelLoadError(str(index), name, f"points outside the model's folder: {file!r}")
             listed[file].append(name)
         for file, names in listed.items():
