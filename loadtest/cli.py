@@ -192,6 +192,84 @@ def start(idle_s: Annotated[float, typer.Option(help="How long to watch the idle
         print_json(measure_start(idle_s=idle_s))
 
 
+@loadtest_app.command()
+def table(
+    model: Annotated[str, typer.Option(help="smollm2-135m or a model folder.")] = "smollm2-135m",
+    users: Annotated[int, typer.Option(min=1)] = 50,
+    num_requests: NumRequests = 100,
+    lengths: LengthSpec = "sharegpt-small",
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of the continuous rows.")] = 64,
+    chunk_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step with chunked prefill.")] = 128,
+    max_model_len: Annotated[int, typer.Option(min=2)] = 256,
+    num_threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    seed: Seed = 0,
+    out: OutDir = Path("out/table"),
+) -> None:
+    """Static against continuous batching, measured with the real model in this process."""
+    from orcaserve.loadtest import study
+    from orcaserve.loadtest import table as tables
+    from orcaserve.loadtest.output import console, model_folder, print_json, print_table, refusals
+
+    with refusals():
+        spec = study.StudySpec(
+            users=users,
+            num_requests=num_requests,
+            lengths=lengths,
+            seed=seed,
+            max_num_seqs=max_num_seqs,
+            chunk_budget=chunk_budget,
+            max_model_len=max_model_len,
+        )
+        found = tables.measure(
+            model_folder(model),
+            spec,
+            num_threads,
+            lambda row: console.print(f"{row.variant.name}: {row.figures.output_throughput:.1f} output tokens/s"),
+        )
+        title = f"{model} on this machine, {users} users, measured"
+        print_table(title, study.as_table(found.rows))
+        print_table("The calibrated step-time model against it", tables.comparison(found))
+        page = study.write_report(found.rows, out, title)
+        console.print(f"report: {page}")
+    print_json(
+        {
+            "measured": study.as_dict(found.rows),
+            "modelled": study.as_dict(found.modelled),
+            "step_deviation": found.step_deviation,
+            "device": found.device,
+        }
+    )
+
+
+@loadtest_app.command()
+def stack(
+    model: Annotated[str, typer.Option(help="Whose tokenizer the router uses.")] = "smollm2-135m",
+    streams: Annotated[str, typer.Option(help="Numbers of HTTP streams.")] = "1,16,64,256",
+    routers: Annotated[str, typer.Option()] = "1,2",
+    groups: Annotated[str, typer.Option()] = "1,4",
+    tokens: Annotated[int, typer.Option(min=2, help="Of each stream.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    step_ms: Annotated[float, typer.Option(help="Time of a step; 0: as fast as it goes.")] = 0.0,
+    peers: Annotated[bool, typer.Option(help="Compare with a plain Ray Serve app and a bare uvicorn app.")] = True,
+    growth: Annotated[bool, typer.Option(help="Measure how the cost grows.")] = True,
+) -> None:
+    """The serving layers alone, with a model that costs nothing."""
+    from orcaserve.loadtest import stack as stacks
+    from orcaserve.loadtest.output import model_folder, numbers, print_json, print_table, refusals
+
+    with refusals():
+        folder, counts = model_folder(model), numbers("streams", streams)
+        grown, compared = [], []
+        if growth:
+            for case in stacks.growth_cases(counts, numbers("routers", routers), numbers("groups", groups)):
+                grown += stacks.measure(case, folder, tokens, 1)
+            print_table("Growth", stacks.as_table(grown))
+        if peers:
+            compared = stacks.peer_rows(folder, max(counts), tokens, rounds, step_ms)
+            print_table("Side by side", stacks.as_table(compared))
+    print_json({"growth": grown, "peers": compared, "ratios": stacks.ratios(compared) if compared else {}})
+
+
 def _loads(concurrency: str, rate: str) -> list[tuple[str, int | None, float | None]]:
     """(name, users, rate) of each run; neither given: everything at once, or a trace's own times."""
     if concurrency and rate:

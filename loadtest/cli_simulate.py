@@ -87,7 +87,7 @@ def plan(
     from orcaserve.loadtest import report
     from orcaserve.loadtest.metrics import Slo
     from orcaserve.loadtest.model_shape import load_shape
-    from orcaserve.loadtest.output import console, print_json, print_table, refusals
+    from orcaserve.loadtest.output import console, numbers, print_json, print_table, refusals
     from orcaserve.loadtest.session import LoadOptions, build_load, trace_times
     from orcaserve.loadtest.step_time import find_device
 
@@ -106,7 +106,7 @@ def plan(
         )
         found = planning.plan(
             fleet,
-            tuple(int(size) for size in tp.split(",")),
+            tuple(numbers("tp", tp)),
             times,
             np.array([r.prompt_tokens for r in load.requests]),
             np.array([r.output_tokens for r in load.requests]),

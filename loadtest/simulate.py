@@ -101,8 +101,7 @@ class VirtualWorkers:
 
     def step(self, plan: StepPlan) -> tuple[StepResult, StepWork]:
         work = self._meter.measure(plan)
-        tokens = work.prefill_tokens + work.decode_tokens + work.padding_tokens
-        work.seconds = self._step_time.seconds(tokens, work.rows, work.kv_tokens, work.prefill_pairs)
+        work.seconds = self._step_time.seconds(work.tokens, work.rows, work.kv_tokens, work.prefill_pairs)
         return StepResult(plan.step_id, self._sample(work.rows)), work
 
 
@@ -121,8 +120,8 @@ class Outcome(msgspec.Struct):
     num_steps: int
     busy_s: float  # summed over groups
     computed_tokens: int
-    padding_tokens: int
-    discarded_tokens: int  # sampled for requests that had ended in the step before
+    padding_tokens: int  # of these, for nobody
+    sampled_tokens: int
     gap_s: NDArray[np.float64]  # inter-token gaps: bin centres ...
     gap_counts: NDArray[np.int64]  # ... and how many tokens waited so long
     steps: StepLog | None
@@ -173,11 +172,14 @@ class Simulation:
         arrive_together: bool = False,
         keep_steps: bool = False,
         host_clock: Callable[[], float] | None = None,
+        num_padding: Callable[[], int] | None = None,
     ) -> None:
         """`steps_ahead`: plans made before the running step's result is known (max_steps_in_flight - 1).
 
         `arrive_together`: requests due at the same moment are all queued before a step is planned.
         `host_clock`: when given, the time that scheduling really takes passes on the virtual clock too.
+        `num_padding`: how many tokens were computed for nobody so far, of a scheduler that pads. Without it only rows
+        whose token nobody got count as padding (their request had ended in the step before).
         """
         self._scheduler = scheduler
         self._executors = executors
@@ -187,6 +189,7 @@ class Simulation:
         self._steps_ahead = steps_ahead
         self._arrive_together = arrive_together
         self._host_clock = host_clock
+        self._num_padding = num_padding
         self._loop = arrivals if isinstance(arrivals, ClosedLoop) else None
         self._due: list[tuple[float, int]] = []  # closed loop: (time, request) heap
         self._times = [] if isinstance(arrivals, ClosedLoop) else arrivals.times_s.tolist()
@@ -194,7 +197,7 @@ class Simulation:
             raise ValueError(f"{len(requests)} requests but only {len(self._times)} arrival times")
         self._next = 0  # open loop: next request; closed loop: next one that a user takes
         self._ends: list[tuple[float, int, int]] = []  # (time, sequence, group) heap of running steps
-        self._running: dict[int, tuple[StepPlan, StepResult, StepWork]] = {}
+        self._running: dict[int, tuple[float, StepPlan, StepResult, StepWork]] = {}
         self._planned: dict[int, deque[StepPlan]] = {group: deque() for group in executors}
         self._idle = dict.fromkeys(executors)
         self._sequence = 0
@@ -278,8 +281,7 @@ class Simulation:
             now += self._host_clock() - started
         self._idle.pop(group, None)
         result, work = self._executors[group].step(plan)
-        self._note(now, work)
-        self._running[group] = (plan, result, work)
+        self._running[group] = (now, plan, result, work)
         self._sequence += 1
         heapq.heappush(self._ends, (now + work.seconds, self._sequence, group))
         while len(planned) < self._steps_ahead and (ahead := self._scheduler.schedule(group, now)) is not None:
@@ -288,29 +290,48 @@ class Simulation:
 
     def _finish_step(self, group: int, now: float) -> None:
         started = self._host_clock() if self._host_clock is not None else 0.0
-        plan, result, work = self._running.pop(group)
+        began, plan, result, work = self._running.pop(group)
         by_stream = self._scheduler.apply(group, result, now)
         if self._host_clock is not None:
             now += self._host_clock() - started
         deltas = by_stream.get(0, [])
-        self._receive(deltas, now)
+        self._count_padding(work, self._receive(deltas, now))
+        self._note(began, work)
         if self._step_listener is not None:
             self._step_listener(now, plan, work, deltas)
         if not self._start_step(group, now):
             self._idle[group] = None
 
-    def _receive(self, deltas: list[TokenDelta], now: float) -> None:
+    def _receive(self, deltas: list[TokenDelta], now: float) -> int:
+        """Returns how many tokens there were."""
         tokens = self._tokens  # a local: this loop runs once for every token of the simulation
+        received = 0
         for delta in deltas:
             index = int(delta.request_id)
             before = tokens[index]
-            tokens[index] = before + len(delta.token_ids)
-            if not before and delta.token_ids:
+            new = len(delta.token_ids)
+            tokens[index] = before + new
+            received += new
+            if not before and new:
                 self._first[index] = now
                 self._queue[index] = delta.queue_s
             if delta.finish_reason is not None:
                 self._reasons[delta.finish_reason] = self._reasons.get(delta.finish_reason, 0) + 1
                 self._close(index, now)
+        return received
+
+    def _count_padding(self, work: StepWork, received: int) -> None:
+        """Move what was computed for nobody from the step's prefill or decode tokens to its padding."""
+        padding = work.rows - received
+        if self._num_padding is not None:
+            total = self._num_padding()
+            padding = total - self._padding
+        if padding:
+            work.padding_tokens += padding
+            if work.decode_tokens:
+                work.decode_tokens -= padding
+            else:
+                work.prefill_tokens -= padding
 
     def _close(self, index: int, now: float) -> None:
         self._end[index] = now
@@ -322,7 +343,7 @@ class Simulation:
     def _note(self, now: float, work: StepWork) -> None:
         self._num_steps += 1
         self._busy_s += work.seconds
-        self._computed += work.prefill_tokens + work.decode_tokens + work.padding_tokens
+        self._computed += work.tokens
         self._padding += work.padding_tokens
         self._rows += work.rows
         place = int((math.log(work.seconds) - _LOG_LOW) / _LOG_STEP) + 1 if work.seconds > 1e-5 else 0
@@ -346,7 +367,7 @@ class Simulation:
             busy_s=self._busy_s,
             computed_tokens=self._computed,
             padding_tokens=self._padding,
-            discarded_tokens=self._rows - sum(self._tokens),
+            sampled_tokens=self._rows,
             gap_s=centres,
             gap_counts=np.array(self._gaps),
             steps=self._steps,
@@ -386,7 +407,7 @@ def figures(outcome: Outcome, num_groups: int, slo: Slo = NO_SLO) -> Figures:
         slo_attainment=float(kept.mean()) if len(kept) else 0.0,
         goodput=float(kept.sum()) / duration,
         num_steps=outcome.num_steps,
-        mean_batch=(total + outcome.discarded_tokens) / max(1, outcome.num_steps),
+        mean_batch=outcome.sampled_tokens / max(1, outcome.num_steps),
         utilisation=outcome.busy_s / (duration * num_groups),
         wall_s=outcome.wall_s,
     )
@@ -414,7 +435,7 @@ def merge(outcomes: Sequence[Outcome]) -> Outcome:
         busy_s=sum(o.busy_s for o in outcomes),
         computed_tokens=sum(o.computed_tokens for o in outcomes),
         padding_tokens=sum(o.padding_tokens for o in outcomes),
-        discarded_tokens=sum(o.discarded_tokens for o in outcomes),
+        sampled_tokens=sum(o.sampled_tokens for o in outcomes),
         gap_s=outcomes[0].gap_s,
         gap_counts=np.sum([o.gap_counts for o in outcomes], axis=0),
         steps=None,
