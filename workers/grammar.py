@@ -37,8 +37,9 @@ MAX_WHITESPACE = 32  # in a row: small models would go on with it for ever
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
     compile_timeout_s: float = 10.0  # for a request whose prompt is computed and whose grammar is not
-    max_compiled_bytes: int = 256 * 2**20  # of one grammar
-    max_cached: int = 128  # compiled grammars that are kept
+    max_compiled_bytes: int = 64 * 2**20  # of one grammar, before it is used
+    max_cached: int = 1024  # grammars that are kept for later requests
+    max_cached_bytes: int = 512 * 2**20
 
 
 class GrammarError(Exception):
@@ -71,13 +72,23 @@ class GrammarCompiler:
             if self._compiler is None:  # 0.3 s and the whole vocabulary: not before the first grammar is asked for
                 self._compiler = self.pool.submit(self._load)
             found = self._compiled[grammar] = self.pool.submit(self._compile, grammar, self._compiler)
-        self._compiled.move_to_end(grammar)
-        if len(self._compiled) > self.limits.max_cached:
-            self._compiled.popitem(last=False)
+            self._evict()
+        else:
+            self._compiled.move_to_end(grammar)
         return found
 
     def close(self) -> None:
         self.pool.shutdown(wait=False, cancel_futures=True)
+
+    def _evict(self) -> None:
+        """Forget the grammars that were asked for longest ago. They grow with use, so sizes are looked up anew."""
+        sizes = {grammar: _num_bytes(compiled) for grammar, compiled in self._compiled.items()}
+        num_bytes = sum(sizes.values())
+        for grammar, size in list(sizes.items())[:-1]:
+            if num_bytes <= self.limits.max_cached_bytes and len(self._compiled) <= self.limits.max_cached:
+                break
+            del self._compiled[grammar]
+            num_bytes -= size
 
     def _load(self) -> xgrammar.GrammarCompiler:
         import xgrammar
@@ -86,6 +97,9 @@ class GrammarCompiler:
             tokenizer_info(self.tokenizer_file, self.vocab_size, self.eos_token_ids),
             max_threads=1,
             cache_enabled=False,
+            # Masks are computed at their first use: 0.4 ms instead of 66 ms for a small schema and 49,152 tokens, and
+            # 2 s instead of 267 s for thirty alternatives with thirty patterns each.
+            enable_dynamic_compilation=True,
         )
 
     def _compile(self, grammar: Grammar, compiler: Future[xgrammar.GrammarCompiler]) -> xgrammar.CompiledGrammar:
@@ -96,6 +110,12 @@ class GrammarCompiler:
                 f"more than {self.limits.max_compiled_bytes}"
             )
         return compiled
+
+
+def _num_bytes(compiled: Future[xgrammar.CompiledGrammar]) -> int:
+    if not compiled.done() or compiled.cancelled() or compiled.exception() is not None:
+        return 0
+    return compiled.result().memory_size_bytes
 
 
 def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.CompiledGrammar:
@@ -170,6 +190,7 @@ class GrammarSlots:
 
     def add(self, new: NewSlot) -> None:
         self.free(new.slot)
+        self._wait()
         if new.sampling.grammar is not None:
             self.active[new.slot] = True
             self.num_accepted[new.slot] = new.num_prompt_tokens

@@ -278,15 +278,27 @@ class TestFailures:
 
 
 class TestCompiler:
-    def test_a_grammar_is_compiled_once(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:
-        compiler = GrammarCompiler(tokenizer_file, 300, (EOS,), GrammarLimits(max_cached=2))
+    def test_a_grammar_is_compiled_once_while_there_is_room(self, tokenizer_file: Path) -> None:
         first, second, third = (Grammar("choice", json.dumps([text])) for text in "abc")
+        compiler = GrammarCompiler(tokenizer_file, 300, (EOS,))
         compiled = compiler.compile(first)
         assert compiler.compile(first) is compiled
-        compiler.compile(second)
-        compiler.compile(first)
-        compiler.compile(third)
-        assert compiler.compile(first) is compiled
+        size = compiled.result().memory_size_bytes
+        compiler.close()
+
+        compiler = GrammarCompiler(tokenizer_file, 300, (EOS,), GrammarLimits(max_cached_bytes=2 * size))
+        kept, forgotten = compiler.compile(first), compiler.compile(second)
+        kept.result(), forgotten.result()
+        assert compiler.compile(first) is kept
+        compiler.compile(third).result()
+        compiler.compile(Grammar("choice", '["d"]')).result()
+        assert compiler.compile(second) is not forgotten
+        compiler.close()
+
+        compiler = GrammarCompiler(tokenizer_file, 300, (EOS,), GrammarLimits(max_cached=1))
+        forgotten, kept = compiler.compile(first), compiler.compile(second)
+        assert compiler.compile(second) is kept
+        assert compiler.compile(first) is not forgotten
         compiler.close()
 
     def test_choices_are_quoted(self) -> None:
