@@ -111,7 +111,8 @@ def main(tokenizer_file: str, vocab_size: int) -> None:
     with open(tokenizer_file) as file:
         info = _tokenizer_info(file.read(), vocab_size)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    # As the workers compile: masks come when they are used. Thirty alternatives of thirty patterns: 2 s instead of 267.
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False, enable_dynamic_compilation=True)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
