@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from orcaserve.engine.group import Group
 from orcaserve.engine.request import Request
 
 MAX_PREEMPTIONS = 3
-MAX_PASSES = 8
+MAX_PASSES = 4  # of each group
+MAX_LOOKAHEAD = 64  # requests left to other groups before a group stops looking for one of its own
 
 
 class Verdict(Enum):
@@ -26,6 +28,17 @@ class Placement(NamedTuple):
     matched: list[int]  # blocks of this group to start from
 
 
+class Promise(NamedTuple):
+    """What one look through the queue has left to a group."""
+
+    slots: int = 0
+    num_tokens: int = 0
+    num_blocks: int = 0
+
+
+NO_PROMISE = Promise()
+
+
 class Admission:
     """Late binding: a request waits in no group's queue, and is looked at anew whenever a group could take it.
 
@@ -34,14 +47,20 @@ class Admission:
     together, and is then no victim any more: that bounds preemptions per request at MAX_PREEMPTIONS.
 
     A group leaves a request to another one only if that one can start it with its next plan and is expected to have
-    its first token sooner, and no request is left more than MAX_PASSES times.
+    its first token sooner, and no request is left more than MAX_PASSES times by each group.
     """
 
     def __init__(self, config: SchedulerConfig, groups: dict[int, Group]) -> None:
         self._config = config
         self.groups = groups
+        self._promised: dict[int, Promise] = {}
 
-    def place(self, request: Request, asking: Group, now_s: float) -> Placement:
+    def begin(self) -> None:
+        """A group starts to look through the queue: nothing is left to anybody yet."""
+        self._promised = {}
+
+    def place(self, request: Request, asking: Group, num_drafted: int, now_s: float) -> Placement:
+        """`num_drafted`: tokens that the asking group's plan has already."""
         if request.awaits_step >= 0 and self._still_in_flight(request):
             return Placement(Verdict.WAIT if request.awaits_group == asking.group_id else Verdict.PASS, [])
         matched = asking.kv.match(request)
@@ -50,31 +69,51 @@ class Admission:
             if fits_here:
                 return Placement(Verdict.START, matched)
             return Placement(Verdict.WAIT if self._could_ever_fit(request, asking) else Verdict.NEVER, [])
-        chosen = self._choose(request, asking, fits_here, len(matched), now_s)
-        if chosen == asking.group_id or (fits_here and request.num_passes >= MAX_PASSES):
+        size = self._config.block_size
+        here = GroupLoad(asking.group_id, fits_here, len(matched) * size, asking.owed_tokens + num_drafted)
+        others = self._rivals(request, asking, here, now_s)
+        chosen = choose_group(request.num_tokens, [here, *others], asking.group_id)
+        if chosen == asking.group_id or (fits_here and request.num_passes >= MAX_PASSES * len(self.groups)):
             return Placement(Verdict.START, matched)
         if chosen is not None:
             request.num_passes += 1
+            self._promise(request, next(load for load in others if load.group_id == chosen))
             return Placement(Verdict.PASS, [])
         if not any(self._could_ever_fit(request, group) for group in self.groups.values()):
             return Placement(Verdict.NEVER, [])
         return Placement(Verdict.WAIT if self._could_ever_fit(request, asking) else Verdict.PASS, [])
 
-    def _choose(self, request: Request, asking: Group, fits: bool, num_matched: int, now_s: float) -> int | None:
-        size = self._config.block_size
-        loads = [GroupLoad(asking.group_id, fits, num_matched * size, asking.owed_tokens)]
+    def _rivals(self, request: Request, asking: Group, here: GroupLoad, now_s: float) -> list[GroupLoad]:
+        """Groups that might do better; what costs most to find out is asked last."""
+        size, num_tokens = self._config.block_size, request.num_tokens
+        cost_here = num_tokens - here.num_cached_tokens + here.work_ahead_tokens if here.can_start else math.inf
+        rivals = []
         for group in self.groups.values():
-            if group is asking or group.draining or not group.has_free_slot or group.is_stuck(now_s):
+            promised = self._promised.get(group.group_id, NO_PROMISE)
+            work_ahead = group.owed_tokens + promised.num_tokens
+            if group is asking or work_ahead >= cost_here or group.draining or group.num_free_slots <= promised.slots:
                 continue
             matched = group.kv.match(request)
-            can_start = self._fits(request, group, matched)
-            loads.append(GroupLoad(group.group_id, can_start, len(matched) * size, group.owed_tokens))
-        return choose_group(request.num_tokens, loads, asking.group_id)
+            num_cached = len(matched) * size
+            if num_tokens - num_cached + work_ahead >= cost_here or group.is_stuck(now_s):
+                continue
+            can_start = self._fits(request, group, matched, promised.num_blocks)
+            rivals.append(GroupLoad(group.group_id, can_start, num_cached, work_ahead))
+        return rivals
 
-    def _fits(self, request: Request, group: Group, matched: list[int]) -> bool:
+    def _promise(self, request: Request, load: GroupLoad) -> None:
+        """What was left to a group weighs on it for the rest of this look through the queue."""
+        before = self._promised.get(load.group_id, NO_PROMISE)
+        self._promised[load.group_id] = Promise(
+            before.slots + 1,
+            before.num_tokens + request.num_tokens - load.num_cached_tokens,
+            before.num_blocks + -(-request.num_tokens // self._config.block_size),
+        )
+
+    def _fits(self, request: Request, group: Group, matched: list[int], num_promised: int = 0) -> bool:
         if not group.busy:
-            return group.kv.has_room(request, matched, 0)
-        keep_free = group.kv.watermark_blocks
+            return group.kv.has_room(request, matched, num_promised)
+        keep_free = group.kv.watermark_blocks + num_promised
         if request.num_preemptions >= MAX_PREEMPTIONS:
             others = [*group.running, *group.forks]
             growth = sum(max(0, self._most_blocks(other, group) - len(other.blocks)) for other in others)

@@ -12,7 +12,7 @@ class GroupLoad(NamedTuple):
     group_id: int
     can_start: bool  # with its next plan: a slot, memory for the whole prompt, not draining, not stuck
     num_cached_tokens: int  # of this request, by exact prefix match
-    work_ahead_tokens: int  # owed to requests that it already runs: prompts to finish, and one for each decode
+    work_ahead_tokens: int  # of requests that it runs: steps in flight, prompts to finish, one for each decode
 
 
 def choose_group(num_tokens: int, groups: Iterable[GroupLoad], asking: int) -> int | None:

@@ -31,6 +31,7 @@ class Group:
         self.forks: list[Request] = []  # siblings that take a slot with the next plan
         self.freed_slots: list[int] = []  # the workers have not been told yet
         self.in_flight: deque[StepRecord] = deque()
+        self.tokens_in_flight = 0
         self.draining = False
         self.paused_decodes = False  # the last step was a whole prompt's alone
         self.num_ending = 0  # running requests that only wait for the result of their last token
@@ -57,8 +58,11 @@ class Group:
 
     @property
     def owed_tokens(self) -> int:
-        """Work ahead of a newcomer: prompts to finish and a token for each decode."""
-        return len(self.decodes) + sum(request.num_tokens - request.num_computed for request in self.prefills)
+        """Work ahead of a newcomer: steps in flight, prompts to finish, and a token for each decode."""
+        owed = self.tokens_in_flight + len(self.decodes)
+        for request in self.prefills:
+            owed += request.num_tokens - request.num_computed
+        return owed
 
     def is_stuck(self, now_s: float) -> bool:
         if not self.in_flight:
@@ -106,6 +110,7 @@ class Group:
 
     def launch(self, record: StepRecord) -> None:
         self.in_flight.append(record)
+        self.tokens_in_flight += record.num_tokens
         self.num_steps += 1
 
     def land(self, step_id: int, now_s: float) -> StepRecord | None:
@@ -113,6 +118,7 @@ class Group:
         if not self.in_flight or step_id < self.in_flight[0].step_id:
             return None
         record = self.in_flight.popleft()
+        self.tokens_in_flight -= record.num_tokens
         assert record.step_id == step_id, f"result of step {step_id} before that of step {record.step_id}"
         took = now_s - max(record.planned_s, self._progress_s)
         self.step_s += 0.2 * (took - self.step_s) if self.step_s else took

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from orcaserve.engine.admission import MAX_PREEMPTIONS, Admission, Verdict
+from orcaserve.engine.admission import MAX_LOOKAHEAD, MAX_PREEMPTIONS, Admission, Verdict
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.draft import PlanDraft
 from orcaserve.engine.group import Group
@@ -210,18 +210,19 @@ class Planner:
     def _admit(self, group: Group, draft: PlanDraft, now_s: float) -> None:
         """Start waiting requests, in the queue's order, while slots, memory and budget last."""
         left: list[Request] = []
+        self._admission.begin()
         while draft.budget_left and group.has_free_slot:
             request = self._queue.pop(now_s)
             if request is None:
                 break
-            verdict, matched = self._admission.place(request, group, now_s)
+            verdict, matched = self._admission.place(request, group, draft.num_tokens, now_s)
             if verdict is Verdict.START and self._fits_budget(request, len(matched), draft):
                 self._start(group, draft, request, matched, now_s)
             elif verdict is Verdict.NEVER:
                 self._refuse(request)
             else:
                 left.append(request)
-                if verdict is not Verdict.PASS or len(left) > len(self._admission.groups):
+                if verdict is not Verdict.PASS or len(left) == MAX_LOOKAHEAD:
                     break
         for request in left:
             self._queue.put_back(request)
@@ -264,7 +265,8 @@ class Planner:
         request = self._queue.pop(now_s)
         if request is None:
             return False
-        verdict, matched = self._admission.place(request, group, now_s)
+        self._admission.begin()
+        verdict, matched = self._admission.place(request, group, len(group.decodes), now_s)
         owed = request.num_tokens - len(matched) * self._config.block_size
         room = self._config.max_num_batched_tokens - len(group.decodes) - len(group.forks)
         self._queue.put_back(request)

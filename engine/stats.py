@@ -33,7 +33,7 @@ class GroupStats(msgspec.Struct, frozen=True):
     used_blocks: int
     cached_blocks: int
     free_blocks: int  # cached ones included
-    owed_tokens: int  # prompts to finish, and one for each decode
+    owed_tokens: int  # steps in flight, prompts to finish, and one for each decode
     steps_in_flight: int
     step_s: float  # from plan to result, smoothed
     draining: bool

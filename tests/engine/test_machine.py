@@ -338,7 +338,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.deadline_s is not None
             assert not got, f"{key} timed out after its first token"
         elif reason == "error":
-            assert key in self.failed or self.num_losses >= self.config.max_group_losses
+            # Failed, or blamed for lost groups, or let in while no group was there to say what fits.
+            too_long = len(request.prompt_token_ids) > self.num_blocks * self.config.block_size
+            assert key in self.failed or self.num_losses >= self.config.max_group_losses or too_long
         elif len(got) == len(solo):
             assert reason == solo_reason
         else:
