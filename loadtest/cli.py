@@ -104,8 +104,8 @@ def run(
 
         async def all_runs() -> list[RunResult]:
             results = []
-            for name, users, per_s in loads:
-                named = replace(config, label=" ".join(filter(None, (label, name))) or url)
+            for number, (name, users, per_s) in enumerate(loads):
+                named = replace(config, label=" ".join(filter(None, (label, name))) or url, seed=seed + number)
                 results.append(await run_once(named, options, load, console, per_s, users))
                 print_run(results[-1])
             return results
@@ -145,8 +145,8 @@ def compare(
             options = LoadOptions(num_requests=num_requests, lengths=lengths, seed=seed, warm_up=warm_up)
             load = build_load(options)
             runs = [
-                lambda url=url: run_once(
-                    RunConfig(base_url=url, model=model, api=api, label=url, seed=seed),
+                lambda number, url=url: run_once(
+                    RunConfig(base_url=url, model=model, api=api, label=url, seed=seed + number),
                     options,
                     load,
                     console,

@@ -59,13 +59,16 @@ def compare(sides: Sequence[Sequence[RunResult]]) -> list[Comparison]:
     return found
 
 
-async def in_turns(sides: Sequence[Callable[[], Awaitable[RunResult]]], rounds: int) -> list[list[RunResult]]:
-    """Run each side once a round, in the given order on even rounds and in reverse on odd ones (A B B A)."""
+async def in_turns(sides: Sequence[Callable[[int], Awaitable[RunResult]]], rounds: int) -> list[list[RunResult]]:
+    """Run each side once a round, in the given order on even rounds and in reverse on odd ones (A B B A).
+
+    A side is called with the round's number: prompts should differ between rounds, or prefix caches answer them.
+    """
     results: list[list[RunResult]] = [[] for _ in sides]
     for number in range(rounds):
         order = range(len(sides)) if number % 2 == 0 else reversed(range(len(sides)))
         for index in order:
-            results[index].append(await sides[index]())
+            results[index].append(await sides[index](number))
     return results
 
 

@@ -47,7 +47,9 @@ def print_run(result: RunResult) -> None:
             rows.append(
                 [name, *(f"{stats[key]:,.1f}" if key in stats else "" for key in ("mean", "p50", "p99", "max"))]
             )
-    print_table(f"{s.output_throughput:,.1f} output tokens/s, {s.request_throughput:.2f} requests/s", rows)
+    cached = f", {s.cached_tokens / s.prompt_tokens:.0%} of the prompt tokens cached" if s.cached_tokens else ""
+    title = f"{s.output_throughput:,.1f} output tokens/s, {s.request_throughput:.2f} requests/s{cached}"
+    print_table(title, rows)
     for error, count in s.errors.items():
         console.print(f"[red]{count} failed[/]: {error}")
 

@@ -82,10 +82,10 @@ def requests_in_flight(results: Sequence[RunResult]) -> bytes:
 
     def draw(axes: Axes) -> None:
         for result, color in zip(results, _colors(len(results)), strict=True):
-            moments = [(r.sent_s, 1) for r in result.records] + [(r.end_s, -1) for r in result.records]
-            moments.sort()
-            times = [at for at, _ in moments]
-            axes.step(times, np.cumsum([d for _, d in moments]), where="post", label=result.label, color=color)
+            sent, ends = np.sort([r.sent_s for r in result.records]), np.sort([r.end_s for r in result.records])
+            times = np.linspace(0.0, ends[-1], 600) if len(ends) else np.zeros(0)
+            running = np.searchsorted(sent, times, "right") - np.searchsorted(ends, times, "right")
+            axes.plot(times, running, label=result.label, color=color, linewidth=1.4)
         axes.set_xlabel("seconds since the start")
         axes.set_ylabel("requests in flight")
         axes.set_ylim(bottom=0)

@@ -36,7 +36,7 @@ class NullRank:
         """Until the scheduler lets go."""
         from orcaserve.engine.messages import StepResult
 
-        link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)  # type: ignore[arg-type]
+        link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)
         words = np.resize(np.arange(FIRST_WORD, FIRST_WORD + NUM_WORDS, dtype=np.int32), 2 * NUM_WORDS)
         try:
             link.send(hello)

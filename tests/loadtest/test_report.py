@@ -72,14 +72,14 @@ def test_turns_alternate() -> None:
     order: list[str] = []
 
     def side(name: str):
-        async def run() -> RunResult:
-            order.append(name)
+        async def run(number: int) -> RunResult:
+            order.append(f"{name}{number}")
             return result(name, 0.01)
 
         return run
 
     results = asyncio.run(in_turns([side("a"), side("b")], 3))
-    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert order == ["a0", "b0", "b1", "a1", "a2", "b2"]
     assert [r.label for r in results[1]] == ["b", "b", "b"]
 
 
@@ -129,6 +129,7 @@ def test_run_and_compare_commands(make_peer, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert len(report.read_json(tmp_path / "results.json")) == 2
     assert len(fast.bodies) == 16  # two runs of six, each after two to warm up
+    assert len({tuple(body["prompt"]) for body in fast.bodies}) == 16  # no run finds another's prompts in a cache
     done = runner.invoke(
         loadtest_app,
         [
