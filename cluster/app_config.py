@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def hashed_key(key: str) -> str:
+    """A key as it is kept and handed on from process to process: `sha256:` and the hash. A hash stays as it is."""
+    if key.startswith("sha256:"):
+        if len(key) != 71 or not set(key[7:]) <= set("0123456789abcdef"):
+            raise ValueError("after sha256: come 64 hexadecimal digits, in lower case")
+        return key
+    if not key:
+        raise ValueError("an API key must not be empty")
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+def _hashed_keys(value: Any) -> Any:
+    keys = (value,) if isinstance(value, str) else value
+    if not isinstance(keys, list | tuple) or not all(isinstance(key, str) for key in keys):
+        raise ValueError("keys are strings")  # YAML reads a key of digits as a number: it wants quotes
+    return tuple(hashed_key(key) for key in keys)
+
+
+ApiKeys = Annotated[tuple[str, ...], BeforeValidator(_hashed_keys)]
 
 
 class ApiLimits(BaseModel):
@@ -33,9 +55,7 @@ class ApiLimits(BaseModel):
 class AppConfig(ApiLimits):
     """Limits, and what a router needs to know beside the model."""
 
-    api_key: tuple[str, ...] = Field(
-        default=(), repr=False, description="clients must present one of these; repeatable"
-    )
+    api_key: ApiKeys = Field(default=(), repr=False, description="clients must present one of these; repeatable")
     tenants_file: Path | None = Field(default=None, description="YAML: tenants with their keys, weights and limits")
     log_format: Literal["text", "json"] = Field(default="text", description="of the line that each request leaves")
     log_prompts: bool = Field(default=False, description="put prompts into the log")

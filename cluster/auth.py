@@ -1,4 +1,5 @@
-"""API keys: who is calling. Keys are hashed when they are read, compared in constant time, and never logged."""
+"""API keys: who is calling. Keys are hashed when they are read (a configuration may hold `sha256:HEX` in their place),
+compared in constant time, and never logged."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from orcaserve.cluster.app_config import ApiKeys, hashed_key
 from orcaserve.cluster.errors import Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ready"})  # all else wants a key, where keys are configured
@@ -31,7 +33,7 @@ class TenantEntry(Tenant):
     """One entry of the tenants file: a tenant and its keys (several, so that they can be rotated)."""
 
     name: str = Field(min_length=1)
-    keys: list[str] = Field(min_length=1)
+    keys: ApiKeys = Field(min_length=1, repr=False)
 
 
 class TenantsFile(BaseModel):
@@ -56,20 +58,13 @@ class KeyRing:
                 self._add(key, tenant)
 
     def _add(self, key: str, tenant: Tenant) -> None:
-        if not key:
-            raise ValueError("an API key must not be empty")
-        digest = self._digest(key.encode())
+        digest = self._digest(bytes.fromhex(hashed_key(key).removeprefix("sha256:")))
         if any(known == digest for known, _ in self._tenants):
             raise ValueError(f"an API key is configured twice (the second time for tenant '{tenant.name}')")
         self._tenants.append((digest, tenant))
 
-    def _digest(self, key: bytes) -> bytes:
-        return hmac.digest(self._salt, key, hashlib.sha256)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """For the scheduler's fair policy."""
-        return {tenant.name: tenant.weight for _, tenant in self._tenants}
+    def _digest(self, key_hash: bytes) -> bytes:
+        return hmac.digest(self._salt, key_hash, hashlib.sha256)
 
     def tenant_of(self, authorization: list[bytes]) -> Tenant:
         """The tenant behind a request's `Authorization` headers. Raises Unauthorized.
@@ -81,7 +76,7 @@ class KeyRing:
         scheme, _, key = authorization[0].partition(b" ") if len(authorization) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer" or not key.strip():
             raise Unauthorized("This server wants one header 'Authorization: Bearer KEY'.")
-        digest = self._digest(key.strip())
+        digest = self._digest(hashlib.sha256(key.strip()).digest())
         found: Tenant | None = None
         for known, tenant in self._tenants:
             if hmac.compare_digest(known, digest):

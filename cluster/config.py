@@ -46,7 +46,6 @@ class ServeConfig(AppConfig):
     served_model_name: Strings = Field((), description="names that clients may use (default: the model's)")
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback wants --api-key")
     port: int = Field(8000, ge=1, le=65535)
-    api_key: Strings = Field((), repr=False, description="clients must present one of these; repeatable")
     name: str = Field("orcaserve", pattern=r"^[a-z][a-z0-9-]*$", description="of the application on the Ray cluster")
     ray_address: str | None = Field(None, description="a running Ray cluster to join; default: start one here")
 
@@ -127,4 +126,5 @@ def _one_line(error: dict[str, Any]) -> str:
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
         return f"{option}no such option"
-    return f"{option}{message}" + (f", got {error['input']!r}" if error["loc"] and "got" not in message else "")
+    shows_value = error["loc"] and error["loc"][0] != "api_key" and "got" not in message
+    return f"{option}{message}" + (f", got {error['input']!r}" if shows_value else "")

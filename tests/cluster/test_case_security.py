@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from orcaserve.cluster import auth
 from orcaserve.cluster.app_config import AppConfig
@@ -157,6 +158,13 @@ def test_case_36_keys_are_hashed_and_compared_in_constant_time() -> None:
     assert "== key" not in source
     with pytest.raises(Unauthorized):
         ring.tenant_of([b"Bearer k3"])
+    hashed = AppConfig(api_key=(KEY,))
+    assert KEY not in hashed.model_dump_json()
+    assert KeyRing(hashed.api_key).tenant_of([b"Bearer " + KEY.encode()]).name == "default"
+    with pytest.raises(Unauthorized):  # who steals the hash has no key
+        KeyRing(hashed.api_key).tenant_of([b"Bearer " + hashed.api_key[0].encode()])
+    with pytest.raises(ValidationError, match="64 hexadecimal"):
+        AppConfig(api_key=("sha256:abc",))
     with pytest.raises(ValueError, match="twice"):
         KeyRing([KEY, KEY])
 
