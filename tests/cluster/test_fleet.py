@@ -1,0 +1,183 @@
+"""Groups on several nodes: two Ray nodes with four pretended GPUs each, on which the real model runs on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.model_info import read_model_info
+from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler
+from orcaserve.cluster.stream import EngineStream
+from orcaserve.cluster.wire import ClusterStatus
+from orcaserve.engine.messages import GenerateRequest
+from orcaserve.engine.sampling import SamplingParams
+from orcaserve.workers import demo
+
+T = TypeVar("T")
+GPU_NODE = {"num_cpus": 4, "num_gpus": 4, "resources": {"accelerator_type:H100": 1}, "object_store_memory": 80 * 2**20}
+
+
+class Site:
+    """The cluster, its scheduler, and a stream to it on a loop of its own."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 80 * 2**20})
+        self.nodes = [self.cluster.add_node(**GPU_NODE) for _ in range(2)]
+        self.cluster.wait_for_nodes()
+        ray.init(address=self.cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+        self.config = ServeConfig(
+            model=str(demo.pull("smollm2-135m")),
+            name="site",
+            device="cpu",
+            groups=2,
+            tensor_parallel_size=2,
+            gpus_per_group=4,
+            accelerator_type="H100",
+            dtype="float32",
+            num_threads=1,
+            max_num_seqs=16,
+            max_num_batched_tokens=64,
+            kv_cache_memory="64MiB",
+        )
+        self.scheduler = ensure_scheduler(self.config, read_model_info(self.config.model), "cpu")
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        self.stream = self.run(self._open())
+
+    async def _open(self) -> EngineStream:
+        stream = connect("site")
+        await stream.start()
+        return stream
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.start(work).result(60)
+
+    def status(self) -> ClusterStatus:
+        return self.run(self.stream.status())
+
+    def states(self) -> list[str]:
+        return [group.state for group in self.status().groups]
+
+    async def generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+        sampling = SamplingParams(max_tokens=num_tokens, seed=3, temperature=0.7, ignore_eos=True)
+        deltas = await self.stream.submit(GenerateRequest(f"t{random.getrandbits(64):x}", prompt, sampling))
+        ids: list[int] = []
+        async for delta in deltas:
+            assert delta.finish_reason in (None, "length"), delta
+            ids.extend(delta.token_ids)
+        return ids
+
+    def close(self) -> None:
+        self.run(self.stream.close())
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        ray.get(self.scheduler.stop.remote(0.0))
+        ray.kill(self.scheduler)
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    site = Site()
+    try:
+        until(lambda: site.states() == ["ready", "ready"], 180)
+        yield site
+    finally:
+        site.close()
+
+
+def until(condition: Callable[[], bool], within_s: float) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def placements() -> int:
+    return sum(entry["state"] in ("CREATED", "PENDING") for entry in placement_group_table().values())
+
+
+def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
+    groups = site.status().groups
+    assert [len(set(group.node_ids)) for group in groups] == [1, 1]
+    assert groups[0].node_ids[0] != groups[1].node_ids[0]
+    assert len({pid for group in groups for pid in group.pids}) == 4
+    assert placements() == 2
+
+
+def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
+    prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
+    expected = [site.run(site.generate(prompt, 60)) for prompt in prompts]
+    before = site.status().scheduler.generation_tokens
+    running = [site.start(site.generate(prompt, 60)) for prompt in prompts]
+    until(lambda: site.status().scheduler.generation_tokens > before + 60, 30)
+    lost = site.status().groups[0].node_ids[0]
+    [node] = [node for node in site.nodes if node.node_id == lost]
+    site.cluster.remove_node(node, allow_graceful=False)
+    assert not all(future.done() for future in running)
+    assert [future.result(60) for future in running] == expected
+    until(lambda: site.status().groups[0].phase == "placing", 30)
+    assert site.status().ready
+
+    site.nodes = [other for other in site.nodes if other is not node] + [site.cluster.add_node(**GPU_NODE)]
+    until(lambda: site.states() == ["ready", "ready"], 90)
+    assert placements() == 2
+    assert site.status().num_group_losses == 1
+
+
+def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Site) -> None:
+    expected = [site.run(site.generate((i + 3, 44), 40)) for i in range(6)]
+    running = [site.start(site.generate((i + 3, 44), 40)) for i in range(6)]
+    until(lambda: site.status().scheduler.running == 6, 10)
+    ray.get(site.scheduler.resize.remote(1))
+    assert "draining" in site.states()
+    assert [future.result(60) for future in running] == expected
+    until(lambda: site.states() == ["ready"], 30)
+    until(lambda: placements() == 1, 10)
+    assert site.status().num_group_losses == 1  # that of the node; a drain is no loss
+
+
+def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
+    ray.get(site.scheduler.resize.remote(0))
+    until(lambda: site.states() == [], 30)
+    assert not site.status().ready
+    running = [site.start(site.generate((i + 3, 45), 5)) for i in range(6)]
+    until(lambda: site.status().scheduler.waiting == 6, 10)
+    ray.get(site.scheduler.resize.remote(1))
+    assert [len(future.result(90)) for future in running] == [5] * 6
+
+
+def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> None:
+    """Its own application beside the other one: the first start fails, the reason is in the status, nothing is left."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (folder / file).write_bytes((demo.pull("smollm2-135m") / file).read_bytes())
+    (folder / "model.safetensors").write_bytes(b"\x00" * 100)
+    config = site.config.model_copy(
+        update={"model": str(folder), "name": "broken", "groups": 1, "gpus_per_group": 0, "accelerator_type": None}
+    )
+    scheduler = ensure_scheduler(config, read_model_info(folder), "cpu")
+    before = placements()
+    until(lambda: ray.get(scheduler.status.remote()).groups[0].error != "", 60)
+    assert "model.safetensors" in ray.get(scheduler.status.remote()).groups[0].error
+    assert not ray.get(scheduler.status.remote()).ready
+    ray.get(scheduler.stop.remote(0.0))
+    ray.kill(scheduler)
+    until(lambda: placements() <= before, 10)
