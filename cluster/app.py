@@ -8,6 +8,7 @@ applications:
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,9 @@ class Surface:
         self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics)
 
     async def close(self) -> None:
-        """End the helper processes."""
+        """End the helper processes, and send the last spans."""
         await self.grammars.close()
+        await asyncio.to_thread(self.generator.tracer.close)
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Protocol
 
 from orcaserve.cluster.app_job import Choice, Job, Part, Piece
-from orcaserve.cluster.errors import Expired, GenerationFailed
+from orcaserve.cluster.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
 from orcaserve.cluster.wire import ClusterStatus
 from orcaserve.engine.errors import RequestRefused, Unavailable
 from orcaserve.engine.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
@@ -119,7 +119,9 @@ class Run:
         if delta.finish_reason == "error":
             raise GenerationFailed(f"This request could not be completed: {delta.error}.")
         if delta.finish_reason == "timeout":
-            raise Expired("The request was not started before its deadline or the queue's.")
+            if part.request.deadline_s is not None:
+                raise DeadlineExceeded("deadline_ms: the first token was not there in time.", "deadline_ms")
+            raise QueueTimeout("The request waited for its first token as long as one may here.")
         if delta.finish_reason == "abort":
             raise Unavailable("The request was aborted by the server.", retry_after_s=1.0)
         if self.job.echo_only:

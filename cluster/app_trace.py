@@ -32,10 +32,16 @@ class Tracer:
     def __init__(self, processor: SpanProcessor | None, model_name: str) -> None:
         self._model_name = model_name
         self._tracer: trace.Tracer | None = None
+        self._processor = processor
         if processor is not None:
-            provider = TracerProvider(resource=Resource.create({"service.name": "orcaserve"}))
+            provider = TracerProvider(resource=Resource.create({"service.name": "orcaserve"}), shutdown_on_exit=False)
             provider.add_span_processor(processor)
             self._tracer = provider.get_tracer("orcaserve")
+
+    def close(self) -> None:
+        """Hand over what has not been sent. Blocks while it does."""
+        if self._processor is not None:
+            self._processor.shutdown()
 
     @contextmanager
     def span(self, call: Call) -> Iterator[None]:

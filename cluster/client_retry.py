@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from orcaserve.cluster.client_errors import ApiError, ConnectionFailed, OrcaserveError, TimedOut
 
-_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
+_STATUSES = frozenset({425, 429, 500, 502, 503, 504})
 _ELSEWHERE = frozenset({500, 502, 503, 504})  # another server may be better off
 
 

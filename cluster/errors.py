@@ -96,10 +96,17 @@ class RateLimited(RequestRefused):
         self.retry_after_s = retry_after_s
 
 
-class Expired(RequestRefused):
-    """Its deadline, or the queue's, passed before the first token."""
+class DeadlineExceeded(RequestRefused):
+    """Its own deadline passed before the first token."""
 
     code = "deadline_exceeded"
+    status = 408
+
+
+class QueueTimeout(RequestRefused):
+    """It waited in the queue for as long as the operator lets a request wait."""
+
+    code = "queue_timeout"
     status = 503
     retry_after_s = 1.0
 

@@ -164,8 +164,7 @@ def throw_mutations(server: LiveServer, count: int, seed: int) -> None:
             path, body = mutated(rng)
             response = client.post(path, content=body, headers=headers)
             seen[response.status_code] = seen.get(response.status_code, 0) + 1
-            # 503: a deadline of a second may pass, and a mutated one may be a millisecond.
-            assert response.status_code < 500 or b"deadline_exceeded" in response.content, (path, body, response.text)
+            assert response.status_code < 500, (path, body, response.text)
             if response.status_code >= 400:
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
             if i == count // 4:

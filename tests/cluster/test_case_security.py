@@ -452,9 +452,20 @@ def test_deadlines(make_server: Callable[..., LiveServer]) -> None:
         lines = one.iter_lines()
         assert next(lines)
         response = server.complete("y", deadline_ms=50)
-    assert response.status_code == 503
+    assert response.status_code == 408
     assert response.json()["error"]["code"] == "deadline_exceeded"
     server.until_idle()
+
+
+def test_the_queue_has_its_own_timeout(make_server: Callable[..., LiveServer]) -> None:
+    server = make_server(max_num_seqs=1, queue_timeout_s=0.05, parrot={"pace_s": 0.02})
+    body = {"prompt": "x", "stream": True, "max_tokens": 300, "ignore_eos": True}
+    with server.client.stream("POST", TEXT, json=body) as one:
+        lines = one.iter_lines()
+        assert next(lines)
+        response = server.complete("y")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_timeout")
+    assert response.headers["retry-after"] == "1"
 
 
 def test_unknown_routes_and_methods(server: LiveServer) -> None:
