@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from orcaserve.kernels.dispatch import Implementation, Operation
+from orcaserve.kernels.dispatch import Implementation, Operation, native_cpu
 
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy: 1 / temperature would leave float32 behind
 
@@ -95,18 +95,6 @@ def uniform_reference(seeds: Tensor, positions: Tensor, choices: Tensor) -> Tens
     return (c0 >> (32 - UNIFORM_BITS)).float() * 2.0**-UNIFORM_BITS
 
 
-def _load_cpu_sample() -> Implementation:
-    from orcaserve.kernels.sampling_cpu import sample
-
-    return sample
-
-
-def _load_cpu_uniform() -> Implementation:
-    from orcaserve.kernels.sampling_cpu import uniform
-
-    return uniform
-
-
 def _load_triton_sample() -> Implementation:
     from orcaserve.kernels.gpu.sampling import sample
 
@@ -119,5 +107,7 @@ def _load_triton_uniform() -> Implementation:
     return uniform
 
 
-sample_operation = Operation("sample", sample_reference, {"triton": _load_triton_sample, "cpu": _load_cpu_sample})
-uniform_operation = Operation("uniform", uniform_reference, {"triton": _load_triton_uniform, "cpu": _load_cpu_uniform})
+sample_operation = Operation("sample", sample_reference, {"triton": _load_triton_sample, "cpu": native_cpu("sample")})
+uniform_operation = Operation(
+    "uniform", uniform_reference, {"triton": _load_triton_uniform, "cpu": native_cpu("uniform")}
+)

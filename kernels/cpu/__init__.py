@@ -10,6 +10,7 @@ from orcaserve.kernels.cpu.ops import (
     rope_kv_write,
     silu_mul,
 )
+from orcaserve.kernels.cpu.sampling import sample, uniform
 
 __all__ = [
     "available",
@@ -20,6 +21,8 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rope_kv_write",
+    "sample",
     "set_num_threads",
     "silu_mul",
+    "uniform",
 ]

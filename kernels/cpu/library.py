@@ -26,6 +26,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "orca_paged_attention": (None, [_I, _P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _I, _I, _I, _L, _F, _I, _F]),
     "orca_linear": (None, [_I, _I, _P, _L, _P, _P, _P, _L, _L, _L, _L]),
     "orca_packed_bytes": (_L, [_I, _L, _L]),
+    "orca_sample": (None, [_P, _L, _L, _L, _P, _P, _P, _P, _P, _P]),
+    "orca_uniform": (None, [_P, _P, _P, _P, _L]),
     "orca_shm_region_bytes": (_L, [_I, _L]),
     "orca_shm_all_reduce": (_I, [_P, _P, _L, _I]),
     "orca_shm_broadcast": (_I, [_P, _P, _L]),
