@@ -84,21 +84,23 @@ class Admission:
         return Placement(Verdict.WAIT if self._could_ever_fit(request, asking) else Verdict.PASS, [])
 
     def _rivals(self, request: Request, asking: Group, here: GroupLoad, now_s: float) -> list[GroupLoad]:
-        """Groups that might do better; what costs most to find out is asked last."""
+        """Groups that would do better than the asking one and those before them; the cheap questions come first."""
         size, num_tokens = self._config.block_size, request.num_tokens
-        cost_here = num_tokens - here.num_cached_tokens + here.work_ahead_tokens if here.can_start else math.inf
+        best = num_tokens - here.num_cached_tokens + here.work_ahead_tokens if here.can_start else math.inf
         rivals = []
         for group in self.groups.values():
             promised = self._promised.get(group.group_id, NO_PROMISE)
             work_ahead = group.owed_tokens + promised.num_tokens
-            if group is asking or work_ahead >= cost_here or group.draining or group.num_free_slots <= promised.slots:
+            if work_ahead >= best or group is asking or group.draining or group.num_free_slots <= promised.slots:
+                continue
+            if num_tokens + work_ahead >= best and not group.kv.holds_start(request):
                 continue
             matched = group.kv.match(request)
-            num_cached = len(matched) * size
-            if num_tokens - num_cached + work_ahead >= cost_here or group.is_stuck(now_s):
+            cost = num_tokens - len(matched) * size + work_ahead
+            if cost >= best or group.is_stuck(now_s) or not self._fits(request, group, matched, promised.num_blocks):
                 continue
-            can_start = self._fits(request, group, matched, promised.num_blocks)
-            rivals.append(GroupLoad(group.group_id, can_start, num_cached, work_ahead))
+            best = cost
+            rivals.append(GroupLoad(group.group_id, True, len(matched) * size, work_ahead))
         return rivals
 
     def _promise(self, request: Request, load: GroupLoad) -> None:

@@ -37,6 +37,12 @@ class KVManager:
             found.append(block)
         return found
 
+    def holds_start(self, request: Request) -> bool:
+        """Whether `match` would find anything."""
+        if not self.caching or request.num_tokens <= self.block_size:
+            return False
+        return self.pool.find(request.keys.up_to(1, request.token_ids)[0]) is not None
+
     def has_room(self, request: Request, matched: list[int], keep_free: int) -> bool:
         """Whether all known tokens fit beside `keep_free` blocks, given what was matched just now."""
         revived = sum(map(self.pool.is_free, matched))
