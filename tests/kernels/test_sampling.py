@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +249,45 @@ class TestEdges:
 
     def test_all_rows_with_one_token(self) -> None:
         assert np.array_equal(sample(torch.zeros(4, 1), *parameters(4, top_p=0.5)).numpy(), np.zeros(4))
+
+
+class TestTriton:
+    """The kernels for GPUs, interpreted, against the same references."""
+
+    @settings(max_examples=40)
+    @given(case=cases())
+    def test_same_tokens(self, interpreted: Callable[[str], Any], case: tuple[Tensor, Parameters]) -> None:
+        logits, values = case
+        gpu = interpreted("sampling")
+        ours, reference = gpu.sample(logits, *values), sample_reference(logits, *values)
+        for row in torch.nonzero(ours != reference)[:, 0].tolist():
+            one = logits[row : row + 1]
+            assert near_a_boundary(one, of_row(values, row), int(ours[row]), int(reference[row]))
+
+    def test_several_blocks_and_ties_across_them(self, interpreted: Callable[[str], Any]) -> None:
+        gpu = interpreted("sampling")
+        logits = torch.randn(6, 2 * gpu.BLOCK + 77, generator=torch.Generator().manual_seed(12)).mul(4).round() / 2
+        noise = torch.tensor([0.0, 0.2, 0.5, 0.8, 0.99, 1.0 - 2.0**-24])
+        for limits in ({}, {"top_k": 600}, {"top_p": 0.4}, {"top_k": 3000, "top_p": 0.7, "min_p": 0.02}):
+            values = parameters(6, 0.8, noise=noise, **limits)
+            ours, reference = gpu.sample(logits, *values), sample_reference(logits, *values)
+            for row in torch.nonzero(ours != reference)[:, 0].tolist():
+                one = logits[row : row + 1]
+                assert near_a_boundary(one, of_row(values, row), int(ours[row]), int(reference[row]))
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_broken_rows(self, interpreted: Callable[[str], Any], bad: float) -> None:
+        logits = torch.randn(3, 100, generator=torch.Generator().manual_seed(10))
+        logits[1, 60:] = bad
+        if bad == -math.inf:
+            logits[1] = bad
+        drawn = interpreted("sampling").sample(logits, *parameters(3))
+        assert not math.isfinite(float(logits[1, drawn[1]]))
+        assert torch.equal(drawn[[0, 2]], sample(logits, *parameters(3))[[0, 2]])
+
+    def test_same_noise(self, interpreted: Callable[[str], Any]) -> None:
+        generator = torch.Generator().manual_seed(13)
+        seeds = torch.randint(-(2**62), 2**62, (300,), generator=generator)
+        positions, choices = torch.arange(300) * 7919, torch.arange(300) % 5
+        noise = interpreted("sampling").uniform(seeds, positions, choices)
+        assert torch.equal(noise, uniform_reference(seeds, positions, choices))
