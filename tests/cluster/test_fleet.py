@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -141,6 +144,19 @@ def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     assert site.status().num_group_losses == 1
 
 
+def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> None:
+    expected = [site.run(site.generate((i + 5, 46), 30)) for i in range(4)]
+    running = [site.start(site.generate((i + 5, 46), 30)) for i in range(4)]
+    until(lambda: site.status().scheduler.running == 4, 10)
+    victims = site.status().groups[1].pids
+    os.kill(victims[1], signal.SIGKILL)
+    until(lambda: site.status().groups[1].state != "ready", 2)
+    assert [future.result(60) for future in running] == expected
+    until(lambda: site.states() == ["ready", "ready"], 60)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+    assert placements() == 2
+
+
 def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Site) -> None:
     expected = [site.run(site.generate((i + 3, 44), 40)) for i in range(6)]
     running = [site.start(site.generate((i + 3, 44), 40)) for i in range(6)]
@@ -150,7 +166,7 @@ def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Si
     assert [future.result(60) for future in running] == expected
     until(lambda: site.states() == ["ready"], 30)
     until(lambda: placements() == 1, 10)
-    assert site.status().num_group_losses == 1  # that of the node; a drain is no loss
+    assert site.status().num_group_losses == 2  # the node's and the rank's; a drain is no loss
 
 
 def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
