@@ -31,7 +31,7 @@ struct attention {
     float scale, softcap;
     int size;      // bytes of an element
     int group;     // query heads per KV head
-    int padded;    // head_dim rounded up to LANES
+    int padded;    // head_dim rounded up to 2 * LANES
     int block_queries;
     const struct item *items;
     int64_t num_items;
@@ -94,40 +94,49 @@ struct tile {
     const char *rows[TILE];
 };
 
-// One row of scores becomes softmax weights, in place. Keys outside [low, high) weigh nothing. `top` and `sum` go on;
-// what was accumulated before must be multiplied by `correction`.
-INLINE void weigh(const struct attention *c, float *scores, int64_t begin, int64_t low, int64_t high, float *top,
+// `rows` rows of scores become softmax weights, in place. Row i sees the keys [low[i], high[i]) of the tile. `top` and
+// `sum` go on; what was accumulated before must be multiplied by `correction`.
+static void weigh(const struct attention *c, float *scores, int rows, const int *low, const int *high, float *top,
                   float *sum, float *correction) {
-    vecf s[TILE_VECS];
-    vecf most = vec_set(EMPTY);
-    const veci lane_step = {0, 1, 2, 3, 4, 5, 6, 7
+    static const veci lane = {0, 1, 2, 3, 4, 5, 6, 7
 #if VEC512
-                            , 8, 9, 10, 11, 12, 13, 14, 15
+                              , 8, 9, 10, 11, 12, 13, 14, 15
 #endif
     };
-    const int low_in_tile = low > begin ? (int)(low - begin) : 0;
-    const int high_in_tile = high - begin < TILE ? (int)(high - begin) : TILE;
-    for (int v = 0; v < TILE_VECS; v++) {
-        s[v] = load_f32(scores + v * LANES) * vec_set(c->scale);
-        if (c->softcap > 0) s[v] = vec_set(c->softcap) * vec_tanh(s[v] / vec_set(c->softcap));
-    }
-    if (low_in_tile > 0 || high_in_tile < TILE)
+    vecf change = {0};
+    for (int r = 0; r < rows; r++) {
+        float *row = scores + r * TILE;
+        vecf s[TILE_VECS], most = vec_set(EMPTY);
         for (int v = 0; v < TILE_VECS; v++) {
-            veci at = lane_step + v * LANES;
-            s[v] = vec_select((at >= low_in_tile) & (at < high_in_tile), s[v], vec_set(-INFINITY));
+            s[v] = load_f32(row + v * LANES) * vec_set(c->scale);
+            if (c->softcap > 0) s[v] = vec_set(c->softcap) * vec_tanh(s[v] / vec_set(c->softcap));
         }
-    for (int v = 0; v < TILE_VECS; v++) most = vec_max(most, s[v]);
-    float tile_top = vec_top(most);
-    float new_top = *top > tile_top ? *top : tile_top;
-    *correction = *top == new_top ? 1.0f : exp_of(*top - new_top);
-    *top = new_top;
-    vecf total = {0};
-    for (int v = 0; v < TILE_VECS; v++) {
-        s[v] = vec_exp(s[v] - vec_set(new_top));
-        total += s[v];
-        store_f32(scores + v * LANES, s[v]);
+        if (low[r] > 0 || high[r] < TILE)
+            for (int v = 0; v < TILE_VECS; v++) {
+                veci at = lane + v * LANES;
+                s[v] = vec_select((at >= low[r]) & (at < high[r]), s[v], vec_set(-INFINITY));
+            }
+        for (int v = 0; v < TILE_VECS; v++) {
+            most = vec_max(most, s[v]);
+            store_f32(row + v * LANES, s[v]);
+        }
+        const float tile_top = vec_top(most), new_top = top[r] > tile_top ? top[r] : tile_top;
+        change[r] = top[r] - new_top;
+        top[r] = new_top;
     }
-    *sum = *sum * *correction + vec_sum(total);
+    float corrections[LANES];
+    store_f32(corrections, vec_exp(change));
+    for (int r = 0; r < rows; r++) {
+        float *row = scores + r * TILE;
+        vecf total = {0};
+        for (int v = 0; v < TILE_VECS; v++) {
+            vecf weight = vec_exp(load_f32(row + v * LANES) - vec_set(top[r]));
+            total += weight;
+            store_f32(row + v * LANES, weight);
+        }
+        correction[r] = corrections[r];
+        sum[r] = sum[r] * corrections[r] + vec_sum(total);
+    }
 }
 
 // The keys that the item looks at: those that some query of it may see, of its segment when it is split.
@@ -151,6 +160,7 @@ typedef void (*attend_fn)(const struct attention *c, const struct item *item, in
 #define LOAD load_f32
 #define STORE store_f32
 #define NAME(x) x##_f32
+#define IS_FLOAT 1
 #define PAIRS 0
 #include "attention.inc.h"
 
@@ -158,6 +168,7 @@ typedef void (*attend_fn)(const struct attention *c, const struct item *item, in
 #define LOAD load_bf16
 #define STORE store_bf16
 #define NAME(x) x##_bf16
+#define IS_FLOAT 0
 #define PAIRS 1
 #include "attention.inc.h"
 
@@ -165,6 +176,7 @@ typedef void (*attend_fn)(const struct attention *c, const struct item *item, in
 #define LOAD load_fp16
 #define STORE store_fp16
 #define NAME(x) x##_fp16
+#define IS_FLOAT 0
 #define PAIRS 0
 #include "attention.inc.h"
 
@@ -284,7 +296,7 @@ void orca_paged_attention(int dtype, const void *q, int64_t q_stride, void *out,
         .context_lens = context_lens, .block_tables = block_tables, .q_stride = q_stride, .table_stride = table_stride,
         .block_size = block_size, .num_requests = num_requests, .num_heads = num_heads, .num_kv_heads = num_kv_heads,
         .head_dim = head_dim, .window = window, .scale = scale, .softcap = softcap, .size = element_bytes[dtype],
-        .group = group, .padded = (head_dim + LANES - 1) / LANES * LANES,
+        .group = group, .padded = (head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES),
         .block_queries = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1,
     };
     struct plan plan = {0};

@@ -7,28 +7,20 @@ INLINE void NAME(turn_keys)(const struct tile *tile, const struct tile *ahead, i
     const int per_step = PAIRS ? 2 : 1;
     for (int token = 0; token < tile->count; token += LANES)  // whatever is left behind the context is masked later
         for (int d = 0; d < padded; d += LANES * per_step) {
-            vecu rows[LANES];
             for (int i = 0; i < LANES; i++) {
-                const T *row = (const T *)tile->rows[token + i] + d;
                 const char *next = ahead->rows[token + i] + d * sizeof(T);
                 __builtin_prefetch(next, 0, 3);
                 __builtin_prefetch(next + ahead->values, 0, 3);
-#if PAIRS
-                if (d + 2 * LANES <= padded) {
-                    rows[i] = (vecu) * (const vecu_mem *)row;
-                } else {  // half a vector is left
-                    vecu half = {0};
-                    memcpy(&half, row, 2 * LANES);
-                    rows[i] = half;
-                }
-#else
-                rows[i] = (vecu)LOAD(row);
-#endif
             }
-            transpose(rows);
-            const int steps = (padded - d) / per_step < LANES ? (padded - d) / per_step : LANES;
-            for (int i = 0; i < steps; i++)
-                *(vecu_mem *)(keys + (d / per_step + i) * TILE + token) = (vecu_mem)rows[i];
+            uint32_t *to = keys + d / per_step * TILE + token;
+#if PAIRS || IS_FLOAT
+            transpose_rows(tile->rows + token, d * sizeof(T), to, TILE);
+#else
+            vecu square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = (vecu)LOAD((const T *)tile->rows[token + i] + d);
+            transpose(square);
+            for (int i = 0; i < LANES; i++) *(vecu_mem *)(to + i * TILE) = (vecu_mem)square[i];
+#endif
         }
 }
 
@@ -40,6 +32,7 @@ INLINE void NAME(score)(const float *q, int padded, const uint32_t *keys, float 
     for (int d = 0; d < padded; d += per_step, keys += TILE) {
 #pragma GCC unroll 2
         for (int i = 0; i < per_step; i++) {
+            KEEP_ORDER;  // else the compiler loads all of a step first, and runs out of registers
             vecf k[TILE_VECS];
             for (int v = 0; v < TILE_VECS; v++) {
                 vecu raw = (vecu) * (const vecu_mem *)(keys + v * LANES);
@@ -56,7 +49,8 @@ INLINE void NAME(score)(const float *q, int padded, const uint32_t *keys, float 
         for (int v = 0; v < TILE_VECS; v++) store_f32(scores + r * TILE + v * LANES, s[r][v]);
 }
 
-// acc[rows][columns of values from `column` on] = acc * correction + weights . values
+// acc[rows][columns of values from `column` on] = acc * correction + weights . values. With PAIRS 2 * LANES columns are
+// kept as the even ones, then the odd ones.
 INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int padded, const float *weights,
                              const float *correction, float *acc, int rows, int vecs) {
     vecf a[ROWS][4];
@@ -66,7 +60,14 @@ INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int
     for (int token = 0; token < count; token++) {
         const T *row = (const T *)(tile->rows[token] + tile->values) + column;
         vecf x[4];
-        for (int v = 0; v < vecs; v++) x[v] = LOAD(row + v * LANES);
+        for (int v = 0; v < vecs; v++) {
+#if PAIRS
+            vecu pairs = (vecu) * (const vecu_mem *)(row + v / 2 * 2 * LANES);
+            x[v] = v % 2 ? second_of_pair(pairs) : first_of_pair(pairs);
+#else
+            x[v] = LOAD(row + v * LANES);
+#endif
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             vecf w = vec_set(weights[r * TILE + token]);
@@ -102,12 +103,12 @@ static void NAME(add_four)(const struct tile *tile, int count, int column, int p
     }
 }
 
-static void NAME(add_one)(const struct tile *tile, int count, int column, int padded, const float *weights,
+static void NAME(add_two)(const struct tile *tile, int count, int column, int padded, const float *weights,
                           const float *correction, float *acc, int rows) {
     switch (rows) {
 #define CASE(n)                                                                                   \
     case n:                                                                                       \
-        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 1); \
+        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 2); \
         break;
         ROWS_CASES(CASE)
 #undef CASE
@@ -172,19 +173,21 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
             const int64_t last_position = position + (r + n - 1) / c->group;
             if (last_position < begin) continue;
             float correction[ROWS];
+            int low[ROWS], high[ROWS];
             NAME(score_rows)(q + r * padded, padded, keys, scores, n);
             for (int i = 0; i < n; i++) {
-                const int64_t at = position + (r + i) / c->group;
-                const int64_t low = c->window > 0 ? at + 1 - c->window : 0;
-                weigh(c, scores + i * TILE, begin, low, at + 1, &state.top[r + i], &state.sum[r + i], &correction[i]);
+                const int64_t at = position + (r + i) / c->group - begin;
+                low[i] = c->window > 0 && at >= c->window ? (int)(at + 1 - c->window) : 0;
+                high[i] = at + 1 < TILE ? (int)(at + 1) : TILE;
             }
+            weigh(c, scores, n, low, high, state.top + r, state.sum + r, correction);
             const int count = last_position + 1 - begin < tile->count ? (int)(last_position + 1 - begin) : tile->count;
             float *acc = state.acc + r * padded;
             int column = 0;
             for (; column + 4 * LANES <= padded; column += 4 * LANES)
                 NAME(add_four)(tile, count, column, padded, scores, correction, acc, n);
-            for (; column < padded; column += LANES)
-                NAME(add_one)(tile, count, column, padded, scores, correction, acc, n);
+            for (; column < padded; column += 2 * LANES)
+                NAME(add_two)(tile, count, column, padded, scores, correction, acc, n);
         }
     }
 }
@@ -197,9 +200,9 @@ static void NAME(load_queries)(const struct attention *c, const struct item *ite
         for (int head = 0; head < c->group; head++, from += c->head_dim, q += c->padded) {
             int d = 0;
             for (; d + LANES <= c->head_dim; d += LANES) store_f32(q + d, LOAD(from + d));
-            if (d < c->head_dim) {
+            for (; d < c->padded; d += LANES) {
                 T rest[LANES] = {0};
-                memcpy(rest, from + d, (size_t)(c->head_dim - d) * sizeof(T));
+                if (d < c->head_dim) memcpy(rest, from + d, (size_t)(c->head_dim - d) * sizeof(T));
                 store_f32(q + d, LOAD(rest));
             }
         }
@@ -214,12 +217,21 @@ static void NAME(store_rows)(const struct attention *c, const struct item *item,
         T *out = (T *)c->out + ((token + r / c->group) * c->num_heads + head) * c->head_dim;
         const float scale = state.sum[r] > 0 ? 1.0f / state.sum[r] : 0.0f;
         const float *acc = state.acc + r * c->padded;
-        int d = 0;
-        for (; d + LANES <= c->head_dim; d += LANES) STORE(out + d, load_f32(acc + d) * vec_set(scale));
-        if (d < c->head_dim) {
-            T rest[LANES];
-            STORE(rest, load_f32(acc + d) * vec_set(scale));
-            memcpy(out + d, rest, (size_t)(c->head_dim - d) * sizeof(T));
+        for (int d = 0; d < c->head_dim; d += 2 * LANES) {
+            const vecf first = load_f32(acc + d) * vec_set(scale), second = load_f32(acc + d + LANES) * vec_set(scale);
+            float row[2 * LANES];
+            T rounded[2 * LANES];
+            if (PAIRS) {
+                interleave(first, second, row);
+            } else {
+                store_f32(row, first);
+                store_f32(row + LANES, second);
+            }
+            const int whole = d + 2 * LANES <= c->head_dim;
+            T *to = whole ? out + d : rounded;
+            STORE(to, load_f32(row));
+            STORE(to + LANES, load_f32(row + LANES));
+            if (!whole) memcpy(out + d, rounded, (size_t)(c->head_dim - d) * sizeof(T));
         }
     }
 }
@@ -229,3 +241,4 @@ static void NAME(store_rows)(const struct attention *c, const struct item *item,
 #undef STORE
 #undef NAME
 #undef PAIRS
+#undef IS_FLOAT

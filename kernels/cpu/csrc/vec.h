@@ -18,6 +18,7 @@
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
+#define KEEP_ORDER __asm__ volatile("" ::: "memory")  // the compiler moves no load or store across
 
 typedef float vecf __attribute__((vector_size(4 * LANES)));
 typedef int32_t veci __attribute__((vector_size(4 * LANES)));
@@ -70,13 +71,17 @@ INLINE vecf vec_min(vecf a, vecf b) {
 #endif
 }
 
-// Horizontal sums and maxima fold halves on halves: one fixed order on every machine width.
+// Horizontal sums fold halves on halves.
 INLINE float vec_sum(vecf v) {
+#if VEC512
+    return _mm512_reduce_add_ps((__m512)v);
+#else
     float x[LANES];
     memcpy(x, &v, sizeof v);
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) x[i] += x[i + half];
     return x[0];
+#endif
 }
 
 INLINE float vec_top(vecf v) {
@@ -90,10 +95,11 @@ INLINE float vec_top(vecf v) {
 }
 
 // exp(x) within 2 units in the last place: x = n ln 2 + r, a polynomial for exp(r) (coefficients of the Taylor series
-// suffice for |r| <= ln 2 / 2 in float32), 2^n through the exponent bits. exp(0) is exactly 1; below -87 it is 0.
+// suffice for |r| <= ln 2 / 2 in float32), times 2^n. exp(0) is exactly 1, exp(-infinity) exactly 0; NaN stays NaN, for
+// vec_max and vec_min return their second operand when it is one.
 INLINE vecf vec_exp(vecf x) {
     const vecf shift = vec_set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    vecf y = vec_min(vec_max(x, vec_set(-87.0f)), vec_set(88.37f));
+    vecf y = vec_min(vec_set(90.0f), vec_max(vec_set(-110.0f), x));
     vecf shifted = vec_fma(y, vec_set(1.44269504f), shift);
     vecf n = shifted - shift;
     vecf r = vec_fma(n, vec_set(-0.693145752f), y);
@@ -104,12 +110,11 @@ INLINE vecf vec_exp(vecf x) {
     p = vec_fma(p, r, vec_set(0.5f));
     p = vec_fma(p, r, vec_set(1.0f));
     p = vec_fma(p, r, vec_set(1.0f));
-    veci exponent = ((veci)shifted - (veci)shift) << 23;
-    vecf result = (vecf)((veci)p + exponent);
 #if VEC512
-    return (vecf)_mm512_maskz_mov_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_GE_OQ), (__m512)result);
-#else
-    return (vecf)((x >= vec_set(-87.0f)) & (veci)result);
+    return (vecf)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else  // 2^n as the product of two powers, each of which has an exponent that fits
+    veci whole = (veci)shifted - (veci)shift, half = whole >> 1;
+    return p * (vecf)((half + 127) << 23) * (vecf)((whole - half + 127) << 23);
 #endif
 }
 
@@ -205,22 +210,84 @@ INLINE vecf second_of_pair(vecu pairs) {
     return (vecf)(pairs & 0xffff0000u);
 }
 
-// Transposes a LANES x LANES square of 32-bit elements in registers: log2(LANES) rounds of exchanges.
+// Transposes a LANES x LANES square of 32-bit elements in registers.
 INLINE void transpose(vecu *rows) {
-#pragma GCC unroll 4
-    for (int stride = 1; stride < LANES; stride *= 2) {
-        veci low, high;
-#pragma GCC unroll 16
-        for (int j = 0; j < LANES; j++) {
-            low[j] = (j & stride) ? LANES + j - stride : j;
-            high[j] = (j & stride) ? LANES + j : j + stride;
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            if (i & stride) continue;
-            vecu a = rows[i], b = rows[i + stride];
-            rows[i] = __builtin_shuffle(a, b, low);
-            rows[i + stride] = __builtin_shuffle(a, b, high);
-        }
+#if VEC512
+    __m512i t[16], u[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32((__m512i)rows[i], (__m512i)rows[i + 1]);
     }
+    for (int i = 0; i < 16; i += 4) {  // now u[i + j] holds column 4 l + j of rows i to i + 3 in its quarter l
+        u[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        u[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        u[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int j = 0; j < 4; j++) {
+        __m512i even_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), odd_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
+        __m512i even_low = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
+        __m512i odd_low = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
+        rows[j] = (vecu)_mm512_shuffle_i32x4(even_top, even_low, 0x88);
+        rows[4 + j] = (vecu)_mm512_shuffle_i32x4(odd_top, odd_low, 0x88);
+        rows[8 + j] = (vecu)_mm512_shuffle_i32x4(even_top, even_low, 0xdd);
+        rows[12 + j] = (vecu)_mm512_shuffle_i32x4(odd_top, odd_low, 0xdd);
+    }
+#else
+    static const veci low[3] = {{0, 8, 2, 10, 4, 12, 6, 14}, {0, 1, 8, 9, 4, 5, 12, 13}, {0, 1, 2, 3, 8, 9, 10, 11}};
+    static const veci high[3] = {{1, 9, 3, 11, 5, 13, 7, 15}, {2, 3, 10, 11, 6, 7, 14, 15}, {4, 5, 6, 7, 12, 13, 14, 15}};
+#pragma GCC unroll 3
+    for (int round = 0; round < 3; round++)
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const int j = i + (1 << round);
+            if (i & (1 << round)) continue;
+            vecu a = rows[i], b = rows[j];
+            rows[i] = __builtin_shuffle(a, b, low[round]);
+            rows[j] = __builtin_shuffle(a, b, high[round]);
+        }
+#endif
+}
+
+// The same from memory: rows[i] points to LANES elements, column j goes to to + j * stride.
+INLINE void transpose_rows(const char *const *rows, int64_t offset, uint32_t *to, int64_t stride) {
+#if VEC512
+    // Quarters of four rows are put into one register by loads, which leaves the shuffles within quarters alone.
+    for (int quarter = 0; quarter < 4; quarter++) {
+        __m512i t[4];
+        for (int i = 0; i < 4; i++) {
+            const int64_t at = offset + 16 * quarter;
+            t[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(rows[i] + at)));
+            t[i] = _mm512_inserti32x4(t[i], _mm_loadu_si128((const __m128i *)(rows[4 + i] + at)), 1);
+            t[i] = _mm512_inserti32x4(t[i], _mm_loadu_si128((const __m128i *)(rows[8 + i] + at)), 2);
+            t[i] = _mm512_inserti32x4(t[i], _mm_loadu_si128((const __m128i *)(rows[12 + i] + at)), 3);
+        }
+        __m512i a = _mm512_unpacklo_epi32(t[0], t[1]), b = _mm512_unpackhi_epi32(t[0], t[1]);
+        __m512i c = _mm512_unpacklo_epi32(t[2], t[3]), d = _mm512_unpackhi_epi32(t[2], t[3]);
+        uint32_t *out = to + 4 * quarter * stride;
+        _mm512_storeu_si512(out, _mm512_unpacklo_epi64(a, c));
+        _mm512_storeu_si512(out + stride, _mm512_unpackhi_epi64(a, c));
+        _mm512_storeu_si512(out + 2 * stride, _mm512_unpacklo_epi64(b, d));
+        _mm512_storeu_si512(out + 3 * stride, _mm512_unpackhi_epi64(b, d));
+    }
+#else
+    vecu square[LANES];
+    for (int i = 0; i < LANES; i++) square[i] = (vecu) * (const vecu_mem *)(rows[i] + offset);
+    transpose(square);
+    for (int i = 0; i < LANES; i++) *(vecu_mem *)(to + i * stride) = (vecu_mem)square[i];
+#endif
+}
+
+// {a0, b0, a1, b1, ...} to memory, 2 * LANES floats.
+INLINE void interleave(vecf a, vecf b, float *to) {
+#if VEC512
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    store_f32(to, (vecf)_mm512_permutex2var_ps((__m512)a, low, (__m512)b));
+    store_f32(to + LANES, (vecf)_mm512_permutex2var_ps((__m512)a, high, (__m512)b));
+#else
+    static const veci low = {0, 8, 1, 9, 2, 10, 3, 11}, high = {4, 12, 5, 13, 6, 14, 7, 15};
+    store_f32(to, __builtin_shuffle(a, b, low));
+    store_f32(to + LANES, __builtin_shuffle(a, b, high));
+#endif
 }
