@@ -33,7 +33,7 @@ from triton.runtime import jit
 from triton.runtime.errors import PTXASError
 
 from orcaserve.kernels.batch import AttentionBatch
-from orcaserve.kernels.gpu import attention, gates, kv, norms
+from orcaserve.kernels.gpu import attention, gates, kv, norms, sampling
 
 SHARED_MEMORY_BYTES = {80: 163 * 1024, 90: 227 * 1024}  # that one program may ask for
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +78,8 @@ def cases() -> Iterator[Case]:
             yield _case(f"rope_kv_write {shape}", _rope, num_heads, num_kv_heads, head_dim, dtype, default=default)
             yield _case(f"kv_write {shape}", _kv_write, num_kv_heads, head_dim, dtype, default=default)
         yield _case(f"copy_blocks {name}", _copy_blocks, dtype, default=bf16)
+    yield _case("sample", _sample, default=True)
+    yield _case("uniform", _uniform, default=True)
 
 
 def _case(name: str, call: Callable[..., object], *arguments: object, default: bool = False) -> Case:
@@ -176,6 +178,16 @@ def _kv_write(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
 
 def _copy_blocks(dtype: torch.dtype) -> None:
     kv.copy_blocks(_pool(8, 128, dtype), _meta(4, 2, dtype=torch.int64))
+
+
+def _sample() -> None:
+    logits, column = _meta(64, 49_152, dtype=torch.float32), _meta(64, dtype=torch.float32)
+    sampling.sample(logits, column, _meta(64, dtype=torch.int32), column, column, column)
+
+
+def _uniform() -> None:
+    column = _meta(64, dtype=torch.int64)
+    sampling.uniform(column, column, column)
 
 
 @contextmanager
