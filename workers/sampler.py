@@ -182,18 +182,20 @@ class Sampler:
     def _draw(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Tensor:
         temperature = self.temperature[slots]
         if (temperature < MIN_TEMPERATURE).all():
-            noise = np.zeros(len(slots), np.float32)
+            noise = torch.zeros(len(slots), device=self.device)
         else:
-            positions, choices = lengths.astype(np.int64), self.slots.choice_index[slots].astype(np.int64)
-            seeds = torch.from_numpy(self.seed[slots])
-            noise = uniform(seeds, torch.from_numpy(positions), torch.from_numpy(choices)).numpy()
+            noise = uniform(
+                on(self.device, self.seed[slots]),
+                on(self.device, lengths.astype(np.int64)),
+                on(self.device, self.slots.choice_index[slots].astype(np.int64)),
+            )
         return sample(
             logits,
             on(self.device, temperature),
             on(self.device, self.top_k[slots]),
             on(self.device, self.top_p[slots]),
             on(self.device, self.min_p[slots]),
-            on(self.device, noise),
+            noise,
         )
 
     def _report(self, logprobs: Tensor, slots: np.ndarray, ids: np.ndarray, result: Sampled) -> None:
