@@ -49,7 +49,8 @@ def rope_kv_kernel(
     else:
         slot = tl.load(slot_mapping + token)
         head = (tile - Q_TILES) * BLOCK_H + lane
-        real = (head < NUM_KV_HEADS)[:, None] & in_half[None, :] & (slot >= 0)
+        num_written = tl.where(slot >= 0, NUM_KV_HEADS, 0)
+        real = (head < num_written)[:, None] & in_half[None, :]
         source = k + token * k_stride + (head * HEAD_DIM)[:, None] + column[None, :]
         first = tl.load(source, mask=real, other=0.0).to(tl.float32)
         second = tl.load(source + HALF, mask=real, other=0.0).to(tl.float32)
@@ -71,7 +72,8 @@ def kv_write_kernel(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     column = tl.arange(0, HEAD_PAD)
     slot = tl.load(slot_mapping + token)
-    real = (head < NUM_KV_HEADS)[:, None] & (column < HEAD_DIM)[None, :] & (slot >= 0)
+    num_written = tl.where(slot >= 0, NUM_KV_HEADS, 0)
+    real = (head < num_written)[:, None] & (column < HEAD_DIM)[None, :]
     inner = (head * HEAD_DIM)[:, None] + column[None, :]
     target = kv_cache + _slot_place(slot, head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)[:, None] + column[None, :]
     tl.store(target, tl.load(k + token * k_stride + inner, mask=real), mask=real)
