@@ -270,6 +270,33 @@ def stack(
     print_json({"growth": grown, "peers": compared, "ratios": stacks.ratios(compared) if compared else {}})
 
 
+@loadtest_app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="smollm2-135m or a model folder.")] = "smollm2-135m",
+    parts: Annotated[str, typer.Option(help="Any of served, overhead, start, stack.")] = "served,overhead,start,stack",
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each server, in turns.")] = 3,
+    peer_venv: Annotated[Path | None, typer.Option(help="Virtual environment with vLLM to start beside us.")] = None,
+    peer_url: Annotated[str, typer.Option(help="A peer that runs already.")] = "",
+    num_threads: Annotated[int, typer.Option(help="CPU threads of the step measured alone; 0: all cores.")] = 0,
+    serve_options: Annotated[list[str] | None, typer.Argument(help="Options of `orcaserve serve`, after --.")] = None,
+) -> None:
+    """Reproduce the README's performance table; one JSON line last."""
+    from orcaserve.loadtest import bench as benchmark
+    from orcaserve.loadtest.output import console, model_folder, print_json, print_table, refusals
+
+    with refusals():
+        wanted = parts.split(",")
+        if unknown := set(wanted) - {"served", "overhead", "start", "stack"}:
+            raise ValueError(f"parts: {', '.join(sorted(unknown))} is none of served, overhead, start, stack")
+        if peer_venv is not None and not (peer_venv / "bin" / "vllm").is_file():
+            raise ValueError(f"peer-venv: there is no {peer_venv / 'bin' / 'vllm'}")
+        rows = benchmark.run(
+            model_folder(model), wanted, rounds, peer_venv, peer_url, serve_options or (), num_threads, console.print
+        )
+        print_table("Performance", benchmark.as_table(rows))
+    print_json(rows)
+
+
 def _loads(concurrency: str, rate: str) -> list[tuple[str, int | None, float | None]]:
     """(name, users, rate) of each run; neither given: everything at once, or a trace's own times."""
     if concurrency and rate:

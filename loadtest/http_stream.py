@@ -20,6 +20,10 @@ class HttpFault(Exception):
     """The connection broke, or what came back is not HTTP."""
 
 
+class ServerFailed(Exception):
+    """A server that a measurement started did not come up, or failed requests under it."""
+
+
 class ResponseParser:
     """Bytes in, body bytes out (sans I/O): status line, headers, then a chunked, counted or until-close body."""
 

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from orcaserve.loadtest.http_stream import HttpFault
+from orcaserve.loadtest.http_stream import HttpFault, ServerFailed
 from orcaserve.loadtest.run import RunResult
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
@@ -81,7 +81,7 @@ def refusals() -> Iterator[None]:
     """Bad options, unreadable files and unreachable servers end the command with one line and code 2."""
     try:
         yield
-    except* (ValueError, HttpFault, OSError) as group:
+    except* (ValueError, HttpFault, ServerFailed, OSError) as group:
         for error in group.exceptions:
             console.print(f"[red]error[/]: {error}")
         raise typer.Exit(2) from None

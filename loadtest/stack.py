@@ -23,7 +23,7 @@ import msgspec
 from orcaserve.cluster.local import free_port
 from orcaserve.loadtest import workload
 from orcaserve.loadtest.arrivals import ClosedLoop
-from orcaserve.loadtest.http_stream import HttpFault, StreamClient
+from orcaserve.loadtest.http_stream import HttpFault, ServerFailed, StreamClient
 from orcaserve.loadtest.run import Generator, Progress, RunConfig, RunResult
 from orcaserve.loadtest.serving import cpu_s, processes_under
 
@@ -54,10 +54,6 @@ class StackRow(msgspec.Struct):
     cpu_us_per_token: dict[str, float]  # by part: where the server says which process is which
 
 
-class StackFailed(Exception):
-    """A server did not come up; the message has its last output."""
-
-
 @contextlib.contextmanager
 def running(case: StackCase, model_dir: Path) -> Iterator[tuple[str, dict[str, list[int]]]]:
     """Start the case's server; gives its URL and its process ids by part."""
@@ -77,7 +73,7 @@ def running(case: StackCase, model_dir: Path) -> Iterator[tuple[str, dict[str, l
                 pids = json.loads(line)["pids"]
                 break
         if pids is None:
-            raise StackFailed(f"{case.kind} did not start: {process.stderr.read()[-2000:]}")
+            raise ServerFailed(f"{case.kind} did not start: {process.stderr.read()[-2000:]}")
         url = f"http://127.0.0.1:{port}"
         asyncio.run(_answering(url))
         yield url, pids | _serve_parts(process.pid)
@@ -114,7 +110,7 @@ async def _answering(url: str) -> None:
         finally:
             client.close()
         if time.monotonic() > deadline:
-            raise StackFailed(f"{url} does not answer after {START_TIMEOUT_S:g} s")
+            raise ServerFailed(f"{url} does not answer after {START_TIMEOUT_S:g} s")
         await asyncio.sleep(0.2)
 
 

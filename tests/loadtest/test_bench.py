@@ -1,0 +1,54 @@
+"""The performance table: ratios within rounds, aims in both directions, servers really loaded in turns."""
+
+import pytest
+
+from orcaserve.loadtest import bench
+from orcaserve.loadtest.bench import Aim, BenchRow, as_table, in_turns, load, served_rows
+from orcaserve.loadtest.http_stream import ServerFailed
+
+
+@pytest.mark.parametrize(
+    ("aim", "ratio", "met"),
+    [
+        (Aim(1.5, True), 1.5, True),
+        (Aim(1.5, True), 1.4, False),
+        (Aim(0.6, False), 0.6, True),
+        (Aim(0.6, False), 0.7, False),
+    ],
+)
+def test_aims_look_the_right_way(aim: Aim, ratio: float, met: bool) -> None:
+    assert aim.met(ratio) is met
+
+
+def test_two_servers_in_turns(make_peer, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "IN_FLIGHT", (1, 16, 64))
+    monkeypatch.setattr(bench, "OUTPUT_TOKENS", 4)
+    fast, slow = make_peer(gap_s=0.001), make_peer(gap_s=0.03)
+    seen: list[str] = []
+    runs = in_turns([fast.url, slow.url], 2, lambda result: seen.append(result.label))
+    assert seen == [fast.url, slow.url] * 3 + [slow.url, fast.url] * 3
+    prompts = [tuple(body["prompt"]) for body in fast.bodies]
+    assert len(set(prompts)) == len(prompts)
+    rows = {row.measure: row for row in served_rows(runs, "slow one")}
+    tpot = rows["TPOT ms, 1 in flight"]
+    assert tpot.ratio is not None
+    assert tpot.ratio < 0.6
+    assert tpot.met
+    assert len(as_table(list(rows.values()))) == 5
+
+
+def test_without_a_peer_there_is_no_ratio(make_peer, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "OUTPUT_TOKENS", 2)
+    rows = served_rows(in_turns([make_peer().url], 1, lambda _result: None), "")
+    assert {(row.ratio, row.met) for row in rows} == {(None, None)}
+    assert all(row.ours > 0 for row in rows)
+
+
+def test_a_run_with_failures_gives_no_figures(make_peer) -> None:
+    with pytest.raises(ServerFailed, match="requests failed"):
+        load(make_peer(fail_every=3).url, 4, seed=0)
+
+
+def test_the_table_prints_what_was_met() -> None:
+    rows = [BenchRow("a", 3.0, 2.0, "peer", 1.5, ">= 1.5x", True), BenchRow("b", 1.0, None, "", None, "", None)]
+    assert [line[-1] for line in as_table(rows)] == ["met", "yes", ""]
