@@ -53,7 +53,13 @@ class ServeConfig(AppConfig):
     tensor_parallel_size: int = Field(1, ge=1, description="ranks of one group")
     gpus_per_group: int = Field(0, ge=0, description="GPUs of one group; 0: one per rank on cuda")
     accelerator_type: str | None = Field(None, description="Ray's name of the GPU a group must run on, such as H100")
-    groups: int = Field(1, ge=1, description="tensor-parallel groups, each a whole copy of the model")
+    groups: int = Field(1, ge=1, description="tensor-parallel groups at the start, each a whole copy of the model")
+    min_groups: int | None = Field(None, ge=0, description="scale down to this many when idle; default: --groups")
+    max_groups: int | None = Field(None, ge=1, description="scale up to this many under load; default: --groups")
+    ttft_target_s: float = Field(2.0, gt=0, description="scaling keeps the wait for the first token below this")
+    upscale_delay_s: float = Field(2.0, ge=0, description="more groups must have been needed for this long")
+    downscale_delay_s: float = Field(120.0, ge=0, description="fewer groups must have been enough for this long")
+    downscale_to_zero_delay_s: float = Field(300.0, ge=0, description="nothing must have come for this long")
     routers: int = Field(1, ge=1, description="HTTP router replicas")
 
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field("auto", description="auto: the checkpoint's")
@@ -93,6 +99,21 @@ class ServeConfig(AppConfig):
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})"
             )
         return self
+
+    @model_validator(mode="after")
+    def _scalable(self) -> ServeConfig:
+        low, high = self.group_range
+        if not low <= self.groups <= high:
+            raise ValueError(f"groups: {self.groups} is not between min_groups ({low}) and max_groups ({high})")
+        return self
+
+    @property
+    def group_range(self) -> tuple[int, int]:
+        """Fewest and most groups; the same twice where nothing is scaled."""
+        return (
+            self.groups if self.min_groups is None else self.min_groups,
+            self.groups if self.max_groups is None else self.max_groups,
+        )
 
     @property
     def on_loopback(self) -> bool:

@@ -41,6 +41,10 @@ class Fleet:
         for group_id in sorted({*range(self._config.groups), *survivors}):
             self._add(group_id, survivors.get(group_id, {}))
 
+    @property
+    def num_wanted(self) -> int:
+        return sum(group.state != "draining" for group in self.groups.values())
+
     def resize(self, num_groups: int) -> None:
         """Start new groups, or drain some: first those that are not ready yet."""
         staying = [group for group in self.groups.values() if group.state != "draining"]

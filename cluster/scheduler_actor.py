@@ -11,6 +11,7 @@ from typing import Any, Literal
 import ray
 from ray.actor import ActorHandle
 
+from orcaserve.cluster.autoscaling import Autoscaler, ScalingRules, load_of
 from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.fleet import Fleet
@@ -22,6 +23,7 @@ from orcaserve.cluster.wire import ClusterStatus
 
 logger = logging.getLogger(__name__)
 
+_SCALING_PERIOD_S = 1.0
 _STUCK_AFTER_S = 4.0  # work is out and nothing comes back: no longer ready, though not yet given up
 
 
@@ -42,7 +44,9 @@ class SchedulerActor:
             on_group_lost=self._fleet.on_group_lost,
             status=self._status,
         )
+        self._config = config
         self._begun = loop.create_task(self._fleet.begin(self._service))
+        self._scaling = loop.create_task(self._scale()) if len(set(config.group_range)) > 1 else None
 
     async def router_endpoint(self) -> Endpoint:
         return self._service.router_endpoint
@@ -59,15 +63,29 @@ class SchedulerActor:
         """Let what runs finish for `drain_s`, then end everything. True when nothing was cut off."""
         finished = await self._service.drain(drain_s)
         self._begun.cancel()
+        if self._scaling is not None:
+            self._scaling.cancel()
         self._service.close("the service is shutting down")
         await self._fleet.stop()
         return finished
+
+    async def _scale(self) -> None:
+        """Follow the load, between --min-groups and --max-groups."""
+        await self._begun
+        autoscaler = Autoscaler(scaling_rules(self._config))
+        while True:
+            await asyncio.sleep(_SCALING_PERIOD_S)
+            stats, fleet = self._service.scheduler.stats(), self._fleet
+            wanted = autoscaler.decide(load_of(stats, time.monotonic(), fleet.num_wanted, self._config.max_num_seqs))
+            if wanted != fleet.num_wanted:
+                logger.info("scaling from %d to %d groups: %s", fleet.num_wanted, wanted, autoscaler.reason)
+                fleet.resize(wanted)
 
     def _status(self) -> ClusterStatus:
         service, groups = self._service, self._fleet.groups.values()
         working = [g for g in groups if g.state == "ready" and not service.is_stuck(g.group_id, _STUCK_AFTER_S)]
         return ClusterStatus(
-            ready=bool(working) and not service.draining,
+            ready=(bool(working) or self._sleeps()) and not service.draining,
             draining=service.draining,
             groups=[group.status() for group in groups],
             scheduler=service.scheduler.stats(),
@@ -78,6 +96,24 @@ class SchedulerActor:
             uptime_s=time.monotonic() - self._born_s,
             scheduler_pid=os.getpid(),
         )
+
+    def _sleeps(self) -> bool:
+        """Scaled to nothing, or just waking up: a request would be held, and served after the start of a group."""
+        return self._config.group_range[0] == 0 and all(
+            group.state == "starting" for group in self._fleet.groups.values()
+        )
+
+
+def scaling_rules(config: ServeConfig) -> ScalingRules:
+    low, high = config.group_range
+    return ScalingRules(
+        min_groups=low,
+        max_groups=high,
+        ttft_target_s=config.ttft_target_s,
+        upscale_delay_s=config.upscale_delay_s,
+        downscale_delay_s=config.downscale_delay_s,
+        to_zero_delay_s=config.downscale_to_zero_delay_s,
+    )
 
 
 def _end_on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -118,6 +118,7 @@ class _Service:
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # the router writes its own lines
         serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
         app = build(config.model_dump(mode="json"))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would say "ready" before the model is
         serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
 
     def _wait_ready(self) -> None:

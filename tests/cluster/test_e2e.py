@@ -7,6 +7,7 @@ last one stops the server.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import pickle
@@ -307,17 +308,37 @@ def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver:
 
 
 def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Serving, driver: Driver) -> None:
+    """What can finish in the grace time does, the rest is told so; nothing new gets in; no process, no file is left."""
     processes = serving.processes()
     folders = {Path(word).parent for command in processes.values() for word in command.split() if "/orca-" in word}
-    prompt = prompts_of(4)[0]
-    quick = driver.start(driver.generate(prompt, 40))
-    wait_until(lambda: driver.status().scheduler.running > 0, 5)
-    seconds = serving.stop(signal.SIGINT)
-    assert quick.result(5) == quick.result(5)  # it was given the time to finish
+    endless = {"model": CHAT["model"], "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    quick = driver.start(driver.generate(prompts_of(4)[0], 10))
+    cut_off = driver.start(asyncio.to_thread(read_all, serving, endless))
+    wait_until(lambda: driver.status().scheduler.running == 2, 5)
+
+    serving.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: serving.get("/ready")[0] == 503, 2)
+    status, headers, _ = read_all(serving, {**endless, "stream": False, "max_tokens": 1})
+    assert (status, "retry-after" in headers) == (503, True)
+    seconds = serving.stop(signal.SIGTERM)  # a second one, which must not hurry anything
+
+    assert len(quick.result(5)) == 10
+    status, _, body = cut_off.result(5)
+    assert status == 200
+    assert "event: error" in body.splitlines()[-3:]
+    assert '"finish_reason":"' not in body
     assert seconds < 10
     assert serving.process.returncode == 0
     assert still_alive(processes) == {}
     assert [folder for folder in folders if folder.exists()] == []
+
+
+def read_all(serving: Serving, body: dict[str, Any]) -> tuple[int, dict[str, str], str]:
+    connection = http.client.HTTPConnection("127.0.0.1", serving.port, timeout=60)
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    headers = {name.lower(): value for name, value in answer.getheaders()}
+    return answer.status, headers, answer.read().decode()
 
 
 def test_an_error_at_the_start_is_one_line(tmp_path: Path) -> None:
