@@ -8,6 +8,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#include "ops.h"
 #include "pool.h"
 #include "scratch.h"
 #include "vec.h"
@@ -240,7 +241,7 @@ static void run_items(const struct attention *c, int64_t begin, int64_t end, int
     const int64_t floats = (state_floats(most_rows, c->padded) + 15) / 16 * 16;
     const int64_t q_floats = most_rows * c->padded;
     const size_t work_bytes = (size_t)TILE * c->padded * 4 * 3 + (size_t)ROWS * TILE * 4 + 64;
-    float *base = scratch_of((size_t)(2 * floats + q_floats) * sizeof(float) + work_bytes);
+    float *base = scratch_of(SCRATCH_ATTENTION, (size_t)(2 * floats + q_floats) * sizeof(float) + work_bytes);
     float *q = base + 2 * floats;
     char *work = (char *)(q + q_floats);
     for (int64_t i = begin; i < end; i++) {

@@ -10,6 +10,7 @@
 // threads, so a row's result does not depend on its batch.
 #include <stdlib.h>
 
+#include "ops.h"
 #include "pool.h"
 #include "scratch.h"
 #include "vec.h"
@@ -203,7 +204,7 @@ void orca_linear(int weight_dtype, int out_dtype, const void *x, int64_t x_strid
         .weight_dtype = weight_dtype,
         .out_dtype = out_dtype,
     };
-    float *arranged = scratch_of((size_t)(rows * 2 * ((in_features + 1) / 2)) * sizeof(float));
+    float *arranged = scratch_of(SCRATCH_LINEAR, (size_t)(rows * 2 * ((in_features + 1) / 2)) * sizeof(float));
     struct arrange arrange = {&c, x, arranged, x_stride};
     pool_run(c.passes, 1, rows * in_features > ARRANGE_ALONE ? pool_threads() : 1, arrange_job, &arrange);
     c.x = arranged;

@@ -1,6 +1,7 @@
 // Operations on rows of numbers: norms, gates, rotary embedding with the KV write, block copies.
 #include <math.h>
 
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 

@@ -97,7 +97,7 @@ static float sum_weights(const float *x, int64_t count, float best, float invers
 // From the whole vocabulary: the block in which the running sum passes the target, then the token in it.
 static int64_t draw_from_all(const float *x, int64_t vocab, float best, float inverse, float uniform) {
     const int64_t num_blocks = (vocab + BLOCK - 1) / BLOCK;
-    double *sums = scratch_of((size_t)num_blocks * sizeof(double));
+    double *sums = scratch_of(SCRATCH_SAMPLING, (size_t)num_blocks * sizeof(double));
     double total = 0;
     for (int64_t block = 0; block < num_blocks; block++) {
         const int64_t start = block * BLOCK, left = vocab - start;
@@ -224,7 +224,7 @@ static void collect(const float *x, int64_t vocab, float bound, struct candidate
 
 static struct candidates room_for(int64_t vocab) {
     const size_t size = ((size_t)vocab + 2 * LANES) & ~(size_t)(LANES - 1);  // keeps the parts aligned
-    char *memory = scratch_of(size * (sizeof(struct item) + 3 * 4));
+    char *memory = scratch_of(SCRATCH_SAMPLING, size * (sizeof(struct item) + 3 * 4));
     struct candidates c;
     c.work = (struct item *)memory;
     c.value = (float *)(memory + size * sizeof(struct item));

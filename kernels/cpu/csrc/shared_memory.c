@@ -24,7 +24,7 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } Mark;
 
-typedef struct {
+typedef struct Group {
     uint8_t *region;
     int64_t capacity;   // bytes of one buffer
     int64_t spins;      // how often to look before sleeping
