@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import time
@@ -92,22 +91,23 @@ def decodes(running: int, num_blocks: int, *, waiting: int = 0, staggered: bool 
 
 def mixed(running: int, num_blocks: int, num_groups: int) -> dict[str, float]:
     """Requests come and go, half of them with a prefix that others have; all groups in turn, two steps in flight."""
-    rng = random.Random(0)
+    rng = np.random.default_rng(0)
     scheduler = make_scheduler(running, num_blocks, num_groups, budget=2048)
-    shared = [tuple(rng.randrange(49_000) for _ in range(256)) for _ in range(8)]
+    shared = [tuple(rng.integers(49_000, size=256).tolist()) for _ in range(8)]
 
     def arrivals() -> Iterator[GenerateRequest]:
         i = 0
         while True:
-            own = tuple(rng.randrange(49_000) for _ in range(rng.randrange(200, 800)))
-            prompt = rng.choice(shared) + own if rng.random() < 0.5 else own
-            yield GenerateRequest(str(i), prompt, SamplingParams(rng.randrange(20, 200), seed=i, ignore_eos=True))
+            own = tuple(rng.integers(49_000, size=int(rng.integers(200, 800))).tolist())
+            prompt = shared[int(rng.integers(8))] + own if rng.random() < 0.5 else own
+            sampling = SamplingParams(int(rng.integers(20, 200)), seed=i, ignore_eos=True)
+            yield GenerateRequest(str(i), prompt, sampling)
             i += 1
 
     source = arrivals()
     times: list[float] = []
     flights: list[list[StepPlan]] = [[] for _ in range(num_groups)]
-    num_steps = max(600, 60 * num_groups)
+    num_steps = 500 * num_groups
     for n in range(num_steps):
         while scheduler.stats().waiting < 8:
             scheduler.add(next(source), float(n))

@@ -9,6 +9,7 @@ from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.decode_batch import DecodeBatch
 from orcaserve.engine.draft import StepRecord
 from orcaserve.engine.kv_manager import KVManager
+from orcaserve.engine.prefix_homes import PrefixHomes
 from orcaserve.engine.request import Request, State
 
 STUCK_AFTER_STEPS = 8.0  # a step in flight for this many usual steps,
@@ -21,10 +22,16 @@ class Group:
     A slot is a promise of one token in every step, so there are never more slots than the token budget.
     """
 
-    def __init__(self, group_id: int, num_blocks: int, config: SchedulerConfig) -> None:
+    def __init__(self, group_id: int, num_blocks: int, config: SchedulerConfig, homes: PrefixHomes) -> None:
         self.group_id = group_id
         self.num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.kv = KVManager(num_blocks, config.block_size, config.watermark, config.enable_prefix_caching)
+        self.kv = KVManager(
+            num_blocks,
+            config.block_size,
+            config.watermark,
+            config.enable_prefix_caching,
+            lambda key: homes.add(key, group_id),
+        )
         self.decodes = DecodeBatch(self.num_slots, config.block_size)
         self.running: dict[Request, None] = {}  # those with a slot
         self.prefills: list[Request] = []  # running, and some of the prompt is not planned yet

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from orcaserve.engine.block_pool import BlockPool
 from orcaserve.engine.request import Request
@@ -11,11 +12,19 @@ from orcaserve.engine.request import Request
 class KVManager:
     """Copy on write: a block with more than one user is full of known tokens and is never written."""
 
-    def __init__(self, num_blocks: int, block_size: int, watermark: float, caching: bool) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        watermark: float,
+        caching: bool,
+        on_prefix: Callable[[bytes], None],
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.watermark_blocks = math.ceil(watermark * num_blocks)
         self.caching = caching
+        self._on_prefix = on_prefix  # hears of each first block that becomes findable
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -37,11 +46,11 @@ class KVManager:
             found.append(block)
         return found
 
-    def holds_start(self, request: Request) -> bool:
-        """Whether `match` would find anything."""
-        if not self.caching or request.num_tokens <= self.block_size:
-            return False
-        return self.pool.find(request.keys.up_to(1, request.token_ids)[0]) is not None
+    def start_key(self, request: Request) -> bytes | None:
+        """The key under which another group may hold the request's first block."""
+        if not self.caching or request.num_tokens <= self.block_size or request.wants_prompt_logprobs:
+            return None
+        return request.keys.up_to(1, request.token_ids)[0]
 
     def has_room(self, request: Request, matched: list[int], keep_free: int) -> bool:
         """Whether all known tokens fit beside `keep_free` blocks, given what was matched just now."""
@@ -100,6 +109,8 @@ class KVManager:
         first = request.num_published
         if first < full:
             keys = request.keys.up_to(full, request.token_ids)
+            if first == 0:
+                self._on_prefix(keys[0])
             for i in range(first, full):
                 self.pool.publish(request.blocks[i], keys[i])
             request.num_published = full

@@ -210,12 +210,12 @@ class Planner:
     def _admit(self, group: Group, draft: PlanDraft, now_s: float) -> None:
         """Start waiting requests, in the queue's order, while slots, memory and budget last."""
         left: list[Request] = []
-        self._admission.begin()
+        self._admission.begin(group, now_s)
         while draft.budget_left and group.has_free_slot:
             request = self._queue.pop(now_s)
             if request is None:
                 break
-            verdict, matched = self._admission.place(request, group, draft.num_tokens, now_s)
+            verdict, matched = self._admission.place(request, draft.num_tokens)
             if verdict is Verdict.START and self._fits_budget(request, len(matched), draft):
                 self._start(group, draft, request, matched, now_s)
             elif verdict is Verdict.NEVER:
@@ -265,8 +265,8 @@ class Planner:
         request = self._queue.pop(now_s)
         if request is None:
             return False
-        self._admission.begin()
-        verdict, matched = self._admission.place(request, group, len(group.decodes), now_s)
+        self._admission.begin(group, now_s)
+        verdict, matched = self._admission.place(request, len(group.decodes))
         owed = request.num_tokens - len(matched) * self._config.block_size
         room = self._config.max_num_batched_tokens - len(group.decodes) - len(group.forks)
         self._queue.put_back(request)

@@ -15,6 +15,7 @@ from orcaserve.engine.messages import StepPlan, StepResult
 from orcaserve.engine.outbox import Deltas
 from orcaserve.engine.planner import Planner
 from orcaserve.engine.policy import DeadlineQueue, make_queue
+from orcaserve.engine.prefix_homes import PrefixHomes
 from orcaserve.engine.request import Request, State
 from orcaserve.engine.stats import GroupStats, SchedulerStats
 
@@ -24,8 +25,9 @@ class Scheduler(Desk):
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._groups: dict[int, Group] = {}
+        self._homes = PrefixHomes()
         super().__init__(config, make_queue(config), self._groups)
-        admission = Admission(config, self._groups)
+        admission = Admission(config, self._groups, self._homes)
         self._planner = Planner(config, self._queue, admission, self._ledger, self._counters)
         self._applier = Applier(self._ledger, self._outbox, self._counters, config.num_speculative_tokens > 0)
 
@@ -35,7 +37,7 @@ class Scheduler(Desk):
         """A group that is ready to run plans, with an empty KV pool of `num_blocks`."""
         if group_id in self._groups:
             raise ValueError(f"group {group_id} is here already")
-        self._groups[group_id] = Group(group_id, num_blocks, self.config)
+        self._groups[group_id] = Group(group_id, num_blocks, self.config, self._homes)
 
     def drain_group(self, group_id: int) -> None:
         """It takes nothing new; what it runs goes on."""
