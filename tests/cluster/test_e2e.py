@@ -215,9 +215,15 @@ def test_case_34_bytes_on_our_ports_do_nothing(serving: Serving, driver: Driver,
     assert driver.status().scheduler_pid == pid
 
 
-def test_many_streams_have_their_solo_ids(driver: Driver) -> None:
-    prompts = prompts_of(5, 400, 11, 80, 16, 33, 150, 7, 48, 64, 9, 21)
-    cases = [(prompt, 12, 0.8 * (i % 2)) for i, prompt in enumerate(prompts)]
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        pytest.param((5, 400, 11, 80, 16, 33, 150, 7, 48, 64, 9, 21), id="12 streams"),
+        pytest.param((*tuple(range(5, 1501, 24))[:62], 1500, 5), id="64 streams", marks=pytest.mark.nightly),
+    ],
+)
+def test_many_streams_have_their_solo_ids(driver: Driver, lengths: tuple[int, ...]) -> None:
+    cases = [(prompt, 12, 0.8 * (i % 2)) for i, prompt in enumerate(prompts_of(*lengths))]
     expected = [driver.run(driver.generate(*case)) for case in cases]
 
     async def together() -> list[list[int]]:
@@ -227,7 +233,7 @@ def test_many_streams_have_their_solo_ids(driver: Driver) -> None:
             await asyncio.sleep(0.02)
         return await asyncio.gather(*tasks)
 
-    assert driver.run(together()) == expected
+    assert driver.run(together(), timeout_s=600) == expected
     wait_until(lambda: is_idle(driver), 2)
 
 

@@ -57,10 +57,10 @@ class Site:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
-        self.stream = self.run(self._open())
+        self.stream = self.run(self.open("site"))
 
-    async def _open(self) -> EngineStream:
-        stream = connect("site")
+    async def open(self, application: str) -> EngineStream:
+        stream = connect(application)
         await stream.start()
         return stream
 
@@ -76,9 +76,9 @@ class Site:
     def states(self) -> list[str]:
         return [group.state for group in self.status().groups]
 
-    async def generate(self, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    async def generate(self, prompt: tuple[int, ...], num_tokens: int, stream: EngineStream | None = None) -> list[int]:
         sampling = SamplingParams(max_tokens=num_tokens, seed=3, temperature=0.7, ignore_eos=True)
-        deltas = await self.stream.submit(GenerateRequest(f"t{random.getrandbits(64):x}", prompt, sampling))
+        deltas = await (stream or self.stream).submit(GenerateRequest(f"t{random.getrandbits(64):x}", prompt, sampling))
         ids: list[int] = []
         async for delta in deltas:
             assert delta.finish_reason in (None, "length"), delta
@@ -177,6 +177,33 @@ def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
     until(lambda: site.status().scheduler.waiting == 6, 10)
     ray.get(site.scheduler.resize.remote(1))
     assert [len(future.result(90)) for future in running] == [5] * 6
+
+
+def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
+    config = site.config.model_copy(
+        update={
+            **{"name": "elastic", "tensor_parallel_size": 1, "gpus_per_group": 0, "accelerator_type": None},
+            **{"groups": 1, "min_groups": 0, "max_groups": 2, "max_num_seqs": 4},
+            **{"upscale_delay_s": 0.0, "downscale_delay_s": 1.0, "downscale_to_zero_delay_s": 2.0},
+        }
+    )
+    scheduler = ensure_scheduler(config, read_model_info(config.model), "cpu")
+
+    def groups() -> list[str]:
+        return [group.state for group in ray.get(scheduler.status.remote()).groups]
+
+    until(lambda: groups() == [], 60)
+    assert ray.get(scheduler.status.remote()).ready  # whoever comes is held, and served after a start
+    stream = site.run(site.open("elastic"))
+    prompts = [(i + 3, 47) for i in range(24)]
+    running = [site.start(site.generate(prompt, 30, stream)) for prompt in prompts]
+    until(lambda: len(groups()) == 2, 30)
+    answers = [future.result(120) for future in running]
+    assert [len(ids) for ids in answers] == [30] * 24
+    until(lambda: groups() == [], 60)
+    site.run(stream.close())
+    ray.get(scheduler.stop.remote(0.0))
+    ray.kill(scheduler)
 
 
 def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> None:
