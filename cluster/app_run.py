@@ -64,7 +64,7 @@ class Run:
             return
         try:
             for part in self.job.parts:
-                self._streams.append(await self._engine.submit(part.request))
+                self._streams.append(await self._submitted(part))
             source = self._single if len(self._streams) == 1 else self._merged
             async for part, delta in source():
                 for piece in self._pieces_of(part, delta):
@@ -80,6 +80,14 @@ class Run:
             pump.cancel()
         for stream in self._streams:
             await stream.aclose()
+
+    async def _submitted(self, part: Part) -> DeltaStream:
+        try:
+            return await self._engine.submit(part.request)
+        except RequestRefused as refused:
+            if refused.param == "messages" and self.job.kind == "completion":
+                refused.param = "prompt"  # the engine does not know by which name its prompt came in
+            raise
 
     async def _single(self) -> AsyncIterator[tuple[Part, TokenDelta]]:
         [part] = self.job.parts

@@ -323,6 +323,16 @@ def test_case_22_good_ones_pass(server: LiveServer) -> None:
         assert server.chat("SAY:x", **fields).status_code == 200
 
 
+def test_case_18_prompts_that_no_pool_can_hold(make_server: Callable[..., LiveServer]) -> None:
+    small = make_server(num_blocks=8)  # 128 tokens, of a context of 512
+    refused(small.complete([504] * 200, max_tokens=4), "prompt", code="context_length_exceeded")
+    refused(small.chat("word " * 200, max_tokens=4), "messages", code="context_length_exceeded")
+    assert small.complete("SAY:short").json()["choices"][0]["text"] == "short"
+    ends = small.complete([504] * 100, max_tokens=300, ignore_eos=True)  # the prompt fits, the answer cannot
+    assert ends.status_code == 400 or ends.json()["choices"][0]["finish_reason"] == "length" or ends.status_code == 503
+    small.until_idle()
+
+
 @pytest.mark.parametrize("n", [5_000_000, 0, -1, 1.5, "2", True])
 def test_case_38_n(server: LiveServer, n: Any) -> None:
     refused(server.complete("hi", max_tokens=1, n=n), "n")
