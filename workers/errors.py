@@ -1,10 +1,10 @@
-"""Every way in which a worker refuses to start, on one page."""
+"""Every way in which a worker refuses to start or cannot go on, on one page."""
 
 from __future__ import annotations
 
 
 class WorkerError(Exception):
-    """Base: the group cannot start with what it was given."""
+    """Base."""
 
 
 class ModelLoadError(WorkerError):

@@ -122,13 +122,17 @@ def _config(path: Path, reader: GGUFReader, arch: str) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name).to_diff_dict()
-    names = {tensor.name for tensor in reader.tensors}
+    rows = {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors}
+    for name in ("token_embd.weight", "blk.0.attn_q.weight"):
+        if name not in rows:
+            raise ModelLoadError(str(path), name, "the file lacks it")
     config.pop("_name_or_path", None)
     config.pop("_model_name_or_path", None)
     config["architectures"] = [ARCHITECTURES[arch]]
     config["dtype"] = "bfloat16"
-    config["tie_word_embeddings"] = "output.weight" not in names
-    config["vocab_size"] = next(int(t.shape[1]) for t in reader.tensors if t.name == "token_embd.weight")
+    config["tie_word_embeddings"] = "output.weight" not in rows
+    config["vocab_size"] = rows["token_embd.weight"]
+    config["head_dim"] = rows["blk.0.attn_q.weight"] // config["num_attention_heads"]
     factors = next((t for t in reader.tensors if t.name == "rope_freqs.weight"), None)
     if factors is not None:
         config["rope_parameters"] = _llama3_rope(path, config["rope_parameters"]["rope_theta"], factors.data)

@@ -110,7 +110,7 @@ def join(init_method: str, rank: int, size: int, device: str, timeout_s: float) 
     if size == 1:
         return SoloGroup()
     try:
-        store = _store(init_method, rank, size, timeout_s)
+        store = make_store(init_method, rank, size, timeout_s)
         if device == "cuda":
             return DistributedGroup(store, rank, size, "nccl", timeout_s)
         if _on_one_host(store, rank, size) and cpu.available():
@@ -122,7 +122,8 @@ def join(init_method: str, rank: int, size: int, device: str, timeout_s: float) 
         ) from error
 
 
-def _store(init_method: str, rank: int, size: int, timeout_s: float) -> dist.TCPStore:
+def make_store(init_method: str, rank: int, size: int, timeout_s: float) -> dist.TCPStore:
+    """Where the ranks leave word for one another; rank 0 serves it on this address alone."""
     address = urlsplit(init_method)
     assert address.scheme == "tcp", init_method
     assert address.hostname, init_method

@@ -75,8 +75,12 @@ class Worker:
             max_model_len=self.config.max_model_len,
             attention_backend=self.config.attention_backend,
         )
-        self.model = load_model(setup, model_dir)
-        self.num_token_ids = num_token_ids(model_dir, self.model_config.vocab_size)
+        try:
+            self.model = load_model(setup, model_dir)
+            self.num_token_ids = num_token_ids(model_dir, self.model_config.vocab_size)
+        except ModelLoadError:
+            self.tp.close()
+            raise
 
     def num_kv_blocks(self) -> int:
         """What this rank could hold; the group takes the least over its ranks. Raises NotEnoughMemory."""

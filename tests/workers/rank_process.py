@@ -15,28 +15,37 @@ import numpy as np
 import torch
 
 from orcaserve.workers.config import WorkerConfig
+from orcaserve.workers.sharding import even_span
+from orcaserve.workers.tp import DistributedGroup, make_store
 from orcaserve.workers.worker import Worker
 
 
 class Rank:
-    worker: Worker
+    worker: Worker | None = None
 
     def start(self, config: WorkerConfig, rank: int, init_method: str, num_blocks: int) -> int:
         """A loaded worker with a pool of `num_blocks` (0: all that fit); returns the number of blocks."""
-        self.worker = Worker(config, rank, init_method)
-        self.worker.load()
-        num_blocks = num_blocks or self.worker.num_kv_blocks()
-        self.worker.allocate(num_blocks)
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        worker = Worker(config, rank, init_method)
+        worker.load()
+        num_blocks = num_blocks or worker.num_kv_blocks()
+        worker.allocate(num_blocks)
+        self.worker = worker
         return num_blocks
 
     def reset(self) -> None:
+        assert self.worker is not None
         self.worker.reset()
 
     def step(self, plan: Any) -> Any:
+        assert self.worker is not None
         return self.worker.step(plan)
 
     def step_with_logits(self, plan: Any) -> Any:
         """(result, the logits as they came from the model) on rank 0."""
+        assert self.worker is not None
         seen: list[np.ndarray] = []
         sampler = self.worker.sampler
         if sampler is not None:
@@ -52,8 +61,17 @@ class Rank:
             del sampler.sample
         return result, seen
 
-    def close(self) -> None:
-        self.worker.close()
+    def gloo(self, address: str, rank: int, size: int) -> tuple[list, list | None, list]:
+        """(all-reduce, gather, broadcast) as ranks on several hosts would compute them."""
+        group = DistributedGroup(make_store(address, rank, size, 30.0), rank, size, "gloo", 30.0)
+        generator = torch.Generator().manual_seed(rank)
+        reduced = group.all_reduce(torch.randn(4, 10, generator=generator).bfloat16()).float().tolist()
+        span = even_span(10, size, rank)
+        whole = torch.randn(2, 10, generator=torch.Generator().manual_seed(9))
+        gathered = group.gather_columns(whole[:, span.start : span.stop], 10)
+        sent = group.broadcast(torch.tensor([7, 8]) if rank == 0 else torch.zeros(2, dtype=torch.int64)).tolist()
+        group.close()
+        return reduced, None if gathered is None else gathered.tolist(), sent
 
 
 def serve(address: str) -> None:

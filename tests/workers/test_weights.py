@@ -164,6 +164,11 @@ def test_an_unknown_activation(checkpoint):
     assert "relu" in refusal(checkpoint).reason
 
 
+def test_fields_that_contradict_one_another(checkpoint):
+    change_config(checkpoint, num_attention_heads=7)
+    assert "7" in refusal(checkpoint).reason
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}"])
 def test_a_config_that_is_none(checkpoint, content):
     (checkpoint / "config.json").write_text(content)

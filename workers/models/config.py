@@ -36,6 +36,7 @@ class ModelConfig:
 
 def read_config(model_dir: Path) -> ModelConfig:
     """Raises ModelLoadError for a config that is missing, broken or of a kind that cannot be served."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     file = model_dir / "config.json"
@@ -65,7 +66,7 @@ def read_config(model_dir: Path) -> ModelConfig:
             dtype=_dtype(file, hf.dtype),
             hf=hf,
         )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelLoadError(str(file), "", f"{type(error).__name__}: {error}") from error
 
 
