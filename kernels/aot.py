@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,10 @@ def _attention_cases() -> Iterator[Case]:
     )
     for heads, extras in families:
         yield from _attention_pair("bf16", torch.bfloat16, heads, default=False, **extras)
+    for query_len, candidates in ((1, attention.DECODE_CANDIDATES), (512, attention.PREFILL_CANDIDATES)):
+        for tiles in candidates:
+            name = f"attention tiles {'x'.join(map(str, astuple(tiles)))}"
+            yield _case(name, _attention, 0, torch.bfloat16, (32, 8, 128), query_len, 0, 0.0, 16, tiles)
 
 
 def _attention_pair(
@@ -145,12 +149,14 @@ def _attention(
     window: int = 0,
     softcap: float = 0.0,
     block_size: int = 16,
+    tiles: attention.Tiles | None = None,
 ) -> None:
     num_heads, num_kv_heads, head_dim = heads
     num_tokens = 8 + query_len - 1
     q = _meta(num_tokens, num_heads, head_dim, dtype=dtype)
     pool = _pool(num_kv_heads, head_dim, dtype, block_size)
-    tiles = attention.choose_tiles(q, num_kv_heads, query_len, capability)
+    if tiles is None:
+        tiles = attention.choose_tiles(q, num_kv_heads, query_len, capability)
     batch = _batch(8, num_tokens, query_len)
     attention.launch(q, pool, batch, head_dim**-0.5, window, softcap, tiles, num_workers=264)
 

@@ -61,6 +61,22 @@ def mixed_tiles(head_dim: int, element_bytes: int, capability_major: int) -> Til
 
 FLOAT32_TILES = {64: (64, 32, 4, 2), 128: (32, 16, 4, 2), 256: (16, 16, 8, 2)}
 
+# What the benchmark times beside the defaults, at head_dim 128 in bf16.
+DECODE_CANDIDATES = (
+    Tiles(16, 64, 4, 3, 2),
+    Tiles(16, 64, 4, 4, 2),
+    Tiles(16, 128, 4, 2, 2),
+    Tiles(16, 128, 8, 3, 1),
+    Tiles(16, 32, 4, 4, 4),
+)
+PREFILL_CANDIDATES = (
+    Tiles(128, 64, 8, 2, 1),
+    Tiles(128, 64, 8, 3, 1),
+    Tiles(128, 64, 8, 4, 1),
+    Tiles(64, 64, 4, 3, 1),
+    Tiles(64, 128, 4, 2, 1),
+)
+
 
 @lru_cache
 def device_facts(device_index: int) -> tuple[int, int]:
