@@ -152,12 +152,13 @@ class StaticBatchScheduler(Desk):
         self._groups[group_id] = StaticGroup(num_blocks, slots)
 
     def drain_group(self, group_id: int) -> None:
-        self._groups[group_id].draining = True
+        if group_id in self._groups:
+            self._groups[group_id].draining = True
 
     def remove_group(self, group_id: int, now_s: float) -> Deltas:
         """Its batch waits again with the ids that it has."""
-        batch = self._groups.pop(group_id).batch
-        for request in batch.requests if batch is not None else []:
+        group = self._groups.pop(group_id, None)
+        for request in group.batch.requests if group is not None and group.batch is not None else []:
             if request.state is State.RUNNING:
                 request.state = State.WAITING
                 request.prompt_logprobs = []

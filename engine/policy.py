@@ -219,13 +219,14 @@ class DeadlineQueue(WaitingQueue):
 
     A request without a deadline is ordered as if it had one IMPLIED_DEADLINE_S after its arrival, so only requests
     that arrive within that time (less their own deadline) can overtake it. A hopeless one is served when nothing else
-    waits, or ended when its deadline passes: it never waits longer than that. Hopeless: the time that its own prompt
-    takes, at the rate measured lately, no longer fits before the deadline.
+    waits, or ended when its deadline passes: it never waits longer than that. Hopeless: even if it were started at
+    once, its prompt takes more steps of the usual length than fit before the deadline.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_num_batched_tokens: int) -> None:
         super().__init__()
-        self.tokens_per_s = 0.0  # of one group; 0 until measured: then nobody is hopeless
+        self.step_s = 0.0  # the usual length of a step; 0 until measured: then nobody is hopeless
+        self._budget = max_num_batched_tokens
         self._hopeful: list[Entry] = []
         self._hopeless: list[Entry] = []
 
@@ -245,9 +246,10 @@ class DeadlineQueue(WaitingQueue):
         return _pop_live(self._hopeless)
 
     def _is_hopeless(self, request: Request, now_s: float) -> bool:
-        if request.deadline_s is None or request.reported or not self.tokens_per_s:
+        if request.deadline_s is None or request.reported:
             return False
-        return now_s + request.num_tokens / self.tokens_per_s > request.deadline_s
+        num_steps = -(-request.num_tokens // self._budget)
+        return now_s + num_steps * self.step_s > request.deadline_s
 
     def _compact(self) -> None:
         _without_finished(self._hopeful, self._num)
@@ -264,4 +266,4 @@ def make_queue(config: SchedulerConfig) -> WaitingQueue:
         case "fair":
             return FairQueue(config.tenant_weights)
         case "deadline":
-            return DeadlineQueue()
+            return DeadlineQueue(config.max_num_batched_tokens)

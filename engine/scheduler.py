@@ -40,8 +40,9 @@ class Scheduler(Desk):
         self._groups[group_id] = Group(group_id, num_blocks, self.config, self._homes)
 
     def drain_group(self, group_id: int) -> None:
-        """It takes nothing new; what it runs goes on."""
-        self._groups[group_id].draining = True
+        """It takes nothing new; what it runs goes on. A group that is gone already is no mistake, here and below."""
+        if group_id in self._groups:
+            self._groups[group_id].draining = True
 
     def remove_group(self, group_id: int, now_s: float) -> Deltas:
         """It is lost (or drained): its requests wait again, in their old places, with the ids that they have.
@@ -49,7 +50,9 @@ class Scheduler(Desk):
         A request that has lost `max_group_losses` groups in a row without a token in between is taken for the cause
         and ends with "error"; draining is nobody's fault. Results still in flight count for nothing.
         """
-        group = self._groups.pop(group_id)
+        group = self._groups.pop(group_id, None)
+        if group is None:
+            return self._outbox.take()
         for request in [*group.running, *group.forks]:
             group.unseat(request)
             request.state = State.WAITING
@@ -80,7 +83,7 @@ class Scheduler(Desk):
         if self._expiries:
             self._expire(now_s)
         if isinstance(self._queue, DeadlineQueue):
-            self._queue.tokens_per_s = self._meter.tokens_per_s
+            self._queue.step_s = group.step_s
         return self._planner.plan(group, now_s)
 
     def apply(self, group_id: int, result: StepResult, now_s: float) -> Deltas:

@@ -440,6 +440,16 @@ def test_a_draining_group_finishes_what_it_runs_and_takes_nothing_new() -> None:
     harness.assert_solo()
 
 
+def test_a_group_may_be_taken_away_twice() -> None:
+    harness = Harness()
+    harness.lose_group(0)
+    harness.scheduler.drain_group(0)
+    assert harness.scheduler.remove_group(0, 0.0) == {}
+    harness.add_group(1, 8)
+    with pytest.raises(ValueError, match="group 1 is here already"):
+        harness.scheduler.add_group(1, 8)
+
+
 def test_nothing_is_lost_while_there_is_no_group() -> None:
     harness = Harness(num_groups=0)
     for i in range(20):
