@@ -118,6 +118,7 @@ def run_ray_generator(port: int, step_s: float) -> None:
 
     try:
         ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,
@@ -152,6 +153,7 @@ def run_orcaserve(port: int, model: str, groups: int, routers: int, step_s: floa
     config = ServeConfig.load({"model": model, "port": port, "groups": groups, "routers": routers, "max_num_seqs": 256})
     try:
         ray.init(
+            address="local",
             num_cpus=4,
             include_dashboard=False,
             namespace="orcaserve",
