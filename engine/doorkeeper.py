@@ -63,21 +63,23 @@ class Doorkeeper:
 
     def _check_memory(self, request: GenerateRequest) -> None:
         """Groups that are yet to come may be of any size; those that are here say what fits."""
-        if self._groups:
-            blocks = max(group.num_blocks for group in self._groups.values())
-            num_prompt, capacity = len(request.prompt_token_ids), blocks * self._config.block_size
-            if num_prompt > capacity:
-                raise ContextLengthExceeded(num_prompt, request.sampling.max_tokens, capacity)
+        num_prompt, size = len(request.prompt_token_ids), self._config.block_size
+        groups = self._groups.values()
+        if groups and not any(num_prompt <= group.num_blocks * size for group in groups):
+            most = max(group.num_blocks for group in groups) * size
+            raise ContextLengthExceeded(num_prompt, request.sampling.max_tokens, most)
 
     def _check_queue(self, num_tokens: int) -> None:
         config, queue = self._config, self._queue
-        free_slots = sum(group.num_free_slots for group in self._groups.values() if not group.draining)
-        if len(queue) >= config.max_queued_requests + free_slots:
+        if len(queue) >= config.max_queued_requests and len(queue) >= config.max_queued_requests + self._free_slots():
             raise QueueFull(f"{len(queue)} requests are waiting, {config.max_queued_requests} may", self._retry_after())
         if len(queue) and queue.num_tokens + num_tokens > config.max_queued_tokens:
             raise QueueFull(
                 f"{queue.num_tokens} prompt tokens are waiting, {config.max_queued_tokens} may", self._retry_after()
             )
+
+    def _free_slots(self) -> int:
+        return sum(group.num_free_slots for group in self._groups.values() if not group.draining)
 
     def _retry_after(self) -> float:
         """The time that the queue takes at the rate measured lately: what is in it has to be computed first."""
