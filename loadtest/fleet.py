@@ -17,7 +17,8 @@ from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.scheduler import Scheduler
 from orcaserve.loadtest.arrivals import OpenLoop, Times
 from orcaserve.loadtest.model_shape import ModelShape
-from orcaserve.loadtest.simulate import Outcome, Simulation, VirtualWorkers, merge
+from orcaserve.loadtest.outcome import Outcome, merge
+from orcaserve.loadtest.simulate import Simulation, VirtualWorkers
 from orcaserve.loadtest.step_time import Device, StepTime
 from orcaserve.loadtest.workload import Lengths, LoadRequest
 

@@ -12,7 +12,7 @@ from orcaserve.loadtest import plots
 from orcaserve.loadtest.arrivals import Times, constant
 from orcaserve.loadtest.fleet import Fleet, fit_lengths, run_fleet
 from orcaserve.loadtest.metrics import Slo
-from orcaserve.loadtest.simulate import Figures, figures
+from orcaserve.loadtest.outcome import Figures, figures
 from orcaserve.loadtest.workload import Lengths
 
 LONELY_S = 1e5  # between two requests that shall never meet

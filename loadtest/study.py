@@ -20,7 +20,8 @@ from orcaserve.engine.scheduler import Scheduler
 from orcaserve.loadtest import plots, report, workload
 from orcaserve.loadtest.arrivals import ClosedLoop
 from orcaserve.loadtest.model_shape import ModelShape
-from orcaserve.loadtest.simulate import Executor, Figures, Simulation, VirtualWorkers, figures
+from orcaserve.loadtest.outcome import Figures, figures
+from orcaserve.loadtest.simulate import Executor, Simulation, VirtualWorkers
 from orcaserve.loadtest.step_time import Device, StepTime
 from orcaserve.loadtest.steps import StepLog
 from orcaserve.loadtest.workload import LoadRequest

@@ -13,8 +13,9 @@ from orcaserve.loadtest.arrivals import ClosedLoop, OpenLoop, constant
 from orcaserve.loadtest.fleet import Fleet, fit_lengths, run_fleet
 from orcaserve.loadtest.metrics import Slo
 from orcaserve.loadtest.model_shape import LLAMA_3_8B, LLAMA_3_70B
+from orcaserve.loadtest.outcome import figures, merge
 from orcaserve.loadtest.plan import plan, rows
-from orcaserve.loadtest.simulate import PlanMeter, Simulation, VirtualWorkers, figures, merge
+from orcaserve.loadtest.simulate import PlanMeter, Simulation, VirtualWorkers
 from orcaserve.loadtest.step_time import H100, StepTime
 from orcaserve.loadtest.workload import LoadRequest
 
