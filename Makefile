@@ -1,4 +1,4 @@
-# make serve | make test | make check     (PORT= MODEL= ARGS=, PYTHON=)
+# make serve | make test | make check | make bench     (PORT= MODEL= ARGS=, PYTHON=)
 PYTHON ?= python3.11
 PORT ?= 8000
 MODEL ?= smollm2-135m
@@ -7,7 +7,7 @@ ARGS ?=
 venv := .venv
 bin := $(venv)/bin
 
-.PHONY: serve test check nightly clean
+.PHONY: serve test check nightly bench clean
 
 serve: $(venv)/.installed
 	@exec $(bin)/orcaserve serve $(MODEL) --port $(PORT) $(ARGS)
@@ -17,6 +17,9 @@ test: $(venv)/.installed
 
 nightly: $(venv)/.installed
 	$(bin)/python -m pytest -m nightly $(ARGS)
+
+bench: $(venv)/.installed
+	$(bin)/orcaserve loadtest bench $(ARGS)
 
 check: $(venv)/.installed
 	$(bin)/ruff check .
