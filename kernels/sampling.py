@@ -52,6 +52,17 @@ def uniform(seeds: Tensor, positions: Tensor, choices: Tensor, backend: str = "a
     return uniform_operation.implementation(seeds.device.type, backend)(seeds, positions, choices)
 
 
+def token_logprobs(
+    logits: Tensor, token_ids: Tensor, num_top: int, backend: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-softmax of float32 logits [rows, vocab] at one id a row (int64 [rows]), and at the `num_top` largest.
+
+    Returns (logprobs [rows], ranks [rows] from 1, top ids [rows, num_top] best first, their logprobs). Of equal logits
+    the lower id comes first. A row with NaN has NaN for logprobs.
+    """
+    return token_logprobs_operation.implementation(logits.device.type, backend)(logits, token_ids, num_top)
+
+
 def sample_reference(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
@@ -76,6 +87,14 @@ def sample_reference(
     target = uniform.double() * running[:, -1]
     chosen = (running > target[:, None]).to(torch.uint8).argmax(-1)
     return torch.where(greedy, best, chosen)
+
+
+def token_logprobs_reference(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, token_ids[:, None])
+    ranks = (logits > logits.gather(1, token_ids[:, None])).sum(-1) + 1
+    top_ids = logits.sort(dim=-1, descending=True, stable=True).indices[:, :num_top]
+    return own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids)
 
 
 def uniform_reference(seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
@@ -111,3 +130,4 @@ sample_operation = Operation("sample", sample_reference, {"triton": _load_triton
 uniform_operation = Operation(
     "uniform", uniform_reference, {"triton": _load_triton_uniform, "cpu": native_cpu("uniform")}
 )
+token_logprobs_operation = Operation("token_logprobs", token_logprobs_reference, {"cpu": native_cpu("token_logprobs")})

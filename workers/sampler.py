@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from orcaserve.engine.messages import NewSlot, TokenLogprobs
-from orcaserve.kernels.sampling import MIN_TEMPERATURE, sample, uniform
+from orcaserve.kernels.sampling import MIN_TEMPERATURE, sample, token_logprobs, uniform
 from orcaserve.workers.batch import on
 from orcaserve.workers.grammar import GrammarCompiler, GrammarSlots
 from orcaserve.workers.penalties import LogitEdits
 from orcaserve.workers.slots import SlotTable
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot say
-PROMPT_ROWS = 32  # prompt positions whose log-softmax is held at once
 SEED_BITS = (1 << 64) - 1
 
 
@@ -139,14 +138,9 @@ class Sampler:
         assert params.prompt_logprobs is not None
         num_prompt_tokens = int(self.slots.num_prompt_tokens[slot])
         tokens = self.slots.token_ids[slot, start + 1 : min(start + 1 + len(logits), num_prompt_tokens)]
-        logits = self._cut(logits)
-        entries: list[TokenLogprobs | None] = [None] if start == 0 else []
-        num_top = np.full(PROMPT_ROWS, min(params.prompt_logprobs, self.vocab_size), np.int32)
-        for begin in range(0, len(tokens), PROMPT_ROWS):
-            part = tokens[begin : begin + PROMPT_ROWS]
-            logprobs = logits[begin : begin + len(part)].log_softmax(-1)
-            entries += _entries(logprobs, part, num_top[: len(part)])
-        return entries
+        num_top = np.full(len(tokens), min(params.prompt_logprobs, self.vocab_size), np.int32)
+        first: list[TokenLogprobs | None] = [None] if start == 0 else []
+        return first + _entries(self._cut(logits)[: len(tokens)], tokens, num_top)
 
     def _cut(self, logits: Tensor) -> Tensor:
         return logits[:, : self.vocab_size].float()
@@ -157,7 +151,7 @@ class Sampler:
     def _choose(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, result: Sampled) -> np.ndarray:
         """One id a row, int32; logprobs and failures go into `result`. Row i has `lengths[i]` known tokens."""
         wanted = np.flatnonzero(self.num_logprobs[slots] >= 0)
-        raw = self._rows(logits, wanted).log_softmax(-1) if len(wanted) else None
+        raw = self._raw(logits, slots, wanted)
         self.edits.apply(logits, slots, lengths)
         failed = self._apply_grammars(logits, slots, lengths)
         chosen = self._draw(logits, slots, lengths)
@@ -165,7 +159,7 @@ class Sampler:
         possible = logits.gather(1, chosen[:, None])[:, 0].isfinite().cpu().numpy()
         for slot in slots[~possible].tolist():
             failed.setdefault(slot, "no token is left to choose from")
-        if raw is not None:
+        if len(wanted):
             self._report(raw, slots[wanted], ids[wanted], result)
         if failed:
             ids[np.isin(slots, list(failed))] = 0
@@ -173,6 +167,12 @@ class Sampler:
             for slot in failed:
                 result.logprobs.pop(slot, None)
         return ids
+
+    def _raw(self, logits: Tensor, slots: np.ndarray, wanted: np.ndarray) -> Tensor:
+        """The logits of the `wanted` rows, as they stay when the rest is edited."""
+        if len(wanted) == 0 or not (self.edits.active[slots[wanted]] | self.has_grammar[slots[wanted]]).any():
+            return self._rows(logits, wanted)
+        return logits[on(self.device, wanted)]
 
     def _apply_grammars(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> dict[int, str]:
         if self.grammars is not None:
@@ -198,8 +198,8 @@ class Sampler:
             noise,
         )
 
-    def _report(self, logprobs: Tensor, slots: np.ndarray, ids: np.ndarray, result: Sampled) -> None:
-        entries = _entries(logprobs, ids, self.num_logprobs[slots])
+    def _report(self, raw: Tensor, slots: np.ndarray, ids: np.ndarray, result: Sampled) -> None:
+        entries = _entries(raw, ids, self.num_logprobs[slots])
         for slot, entry in zip(slots.tolist(), entries, strict=True):
             result.logprobs.setdefault(slot, []).append(entry)
 
@@ -214,20 +214,21 @@ class Sampler:
         return ends
 
 
-def _entries(logprobs: Tensor, token_ids: np.ndarray, num_top: np.ndarray) -> list[TokenLogprobs]:
-    """The chosen token's entry and the best `num_top[i]` of each row of log-softmax [rows, vocab]."""
-    at = torch.from_numpy(token_ids.astype(np.int64)).to(logprobs.device)[:, None]
-    own = logprobs.gather(1, at)
-    ranks = ((logprobs > own).sum(-1) + 1).tolist()
-    own_values = _finite(own[:, 0])
-    most = int(num_top.max(initial=0))
-    values, ids = logprobs.topk(most, dim=-1)
-    top_values, top_ids = _finite(values), ids.tolist()
+def _entries(logits: Tensor, token_ids: np.ndarray, num_top: np.ndarray) -> list[TokenLogprobs]:
+    """The chosen token's entry and the best `num_top[i]` of each row of raw logits [rows, vocab]."""
+    ids = on(logits.device, token_ids.astype(np.int64))
+    own, ranks, top_ids, top = token_logprobs(logits, ids, int(num_top.max(initial=0)))
     return [
-        TokenLogprobs(
-            token, own_values[row], ranks[row], list(zip(top_ids[row][:count], top_values[row][:count], strict=True))
+        TokenLogprobs(token, logprob, rank, list(zip(row_ids[:count], row_logprobs[:count], strict=True)))
+        for token, logprob, rank, row_ids, row_logprobs, count in zip(
+            token_ids.tolist(),
+            _finite(own),
+            ranks.tolist(),
+            top_ids.tolist(),
+            _finite(top),
+            num_top.tolist(),
+            strict=True,
         )
-        for row, (token, count) in enumerate(zip(token_ids.tolist(), num_top.tolist(), strict=True))
     ]
 
 

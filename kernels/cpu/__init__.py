@@ -10,7 +10,7 @@ from orcaserve.kernels.cpu.ops import (
     rope_kv_write,
     silu_mul,
 )
-from orcaserve.kernels.cpu.sampling import sample, uniform
+from orcaserve.kernels.cpu.sampling import sample, token_logprobs, uniform
 
 __all__ = [
     "available",
@@ -24,5 +24,6 @@ __all__ = [
     "sample",
     "set_num_threads",
     "silu_mul",
+    "token_logprobs",
     "uniform",
 ]

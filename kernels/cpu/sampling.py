@@ -11,12 +11,8 @@ MAX_VOCAB = 1 << 22  # weights are sums of so many 2**40 at most: they fit in 63
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
+    logits = _checked("sample", logits)
     rows, vocab = logits.shape
-    if not 0 < vocab <= MAX_VOCAB:
-        raise ValueError(f"sample: a vocabulary of {vocab} tokens; 1 to {MAX_VOCAB} are possible")
-    logits = logits.float()
-    if logits.stride(1) != 1 and vocab > 1:
-        raise ValueError(f"sample: logits with strides {logits.stride()}; those of a row must lie side by side")
     chosen = torch.empty(rows, dtype=torch.int64)
     library().orca_sample(
         logits.data_ptr(),
@@ -33,6 +29,28 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     return chosen
 
 
+def token_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits = _checked("token_logprobs", logits)
+    rows, vocab = logits.shape
+    if not 0 <= num_top <= vocab:
+        raise ValueError(f"token_logprobs: num_top is {num_top}, the vocabulary {vocab}")
+    own, ranks = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    top_ids, top = torch.empty((rows, num_top), dtype=torch.int64), torch.empty((rows, num_top))
+    library().orca_token_logprobs(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        vocab,
+        _column("token_ids", token_ids, rows, torch.int64),
+        num_top,
+        own.data_ptr(),
+        ranks.data_ptr(),
+        top_ids.data_ptr(),
+        top.data_ptr(),
+    )
+    return own, ranks, top_ids, top
+
+
 def uniform(seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
     rows = seeds.shape[0]
     noise = torch.empty(rows, dtype=torch.float32)
@@ -44,6 +62,15 @@ def uniform(seeds: Tensor, positions: Tensor, choices: Tensor) -> Tensor:
         rows,
     )
     return noise
+
+
+def _checked(operation: str, logits: Tensor) -> Tensor:
+    vocab = logits.shape[1]
+    if not 0 < vocab <= MAX_VOCAB:
+        raise ValueError(f"{operation}: a vocabulary of {vocab} tokens; 1 to {MAX_VOCAB} are possible")
+    if logits.stride(1) != 1 and vocab > 1:
+        raise ValueError(f"{operation}: logits with strides {logits.stride()}; those of a row must lie side by side")
+    return logits.float()
 
 
 def _column(name: str, values: Tensor, rows: int, dtype: torch.dtype) -> int:

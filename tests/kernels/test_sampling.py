@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from orcaserve.kernels.sampling import sample, sample_reference, uniform, uniform_reference
+from orcaserve.kernels.sampling import (
+    sample,
+    sample_reference,
+    token_logprobs,
+    token_logprobs_reference,
+    uniform,
+    uniform_reference,
+)
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 COUNTERS = st.integers(0, 2**31)
@@ -249,6 +256,44 @@ class TestEdges:
 
     def test_all_rows_with_one_token(self) -> None:
         assert np.array_equal(sample(torch.zeros(4, 1), *parameters(4, top_p=0.5)).numpy(), np.zeros(4))
+
+
+class TestTokenLogprobs:
+    @settings(max_examples=60)
+    @given(cases(), st.integers(0, 30), st.integers(0, 10**6))
+    def test_against_the_reference(self, case: tuple[Tensor, Parameters], num_top: int, seed: int) -> None:
+        logits, _ = case
+        vocab_size = logits.shape[1]
+        num_top = min(num_top, vocab_size)
+        ids = torch.randint(0, vocab_size, (len(logits),), generator=torch.Generator().manual_seed(seed))
+        ours = token_logprobs(logits, ids, num_top)
+        reference = token_logprobs_reference(logits, ids, num_top)
+        assert torch.equal(ours[1], reference[1])
+        assert torch.equal(ours[2], reference[2])
+        torch.testing.assert_close(ours[0], reference[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours[3], reference[3], rtol=1e-5, atol=1e-5)
+        for row in range(len(logits)):
+            one = token_logprobs(logits[row : row + 1], ids[row : row + 1], num_top)
+            assert all(torch.equal(part[0], whole[row]) for part, whole in zip(one, ours, strict=True))
+
+    @pytest.mark.parametrize("num_top", [0, 1, 20, 1000, 40_000])
+    def test_as_many_as_there_are(self, num_top: int) -> None:
+        logits = torch.randn(2, 40_000, generator=torch.Generator().manual_seed(14))
+        ids = torch.tensor([5, 39_999])
+        for ours, reference in zip(
+            token_logprobs(logits, ids, num_top), token_logprobs_reference(logits, ids, num_top), strict=True
+        ):
+            torch.testing.assert_close(ours, reference, rtol=1e-5, atol=1e-5)
+
+    def test_nonsense_stays_in_its_row(self) -> None:
+        logits = torch.randn(3, 500, generator=torch.Generator().manual_seed(15))
+        ids = torch.tensor([1, 2, 3])
+        alone = token_logprobs(logits[2:], ids[2:], 4)
+        logits[1, 100:] = math.nan
+        own, _, _, top = token_logprobs(logits, ids, 4)
+        assert own[1].isnan()
+        assert top[1].isnan().all()
+        assert own[2] == alone[0][0]
 
 
 class TestTriton:

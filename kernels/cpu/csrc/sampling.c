@@ -233,6 +233,25 @@ static struct candidates room_for(int64_t vocab) {
     return c;
 }
 
+// Drops candidates that are lighter than any of the nucleus: those lighter than (their sum - need) / their number leave
+// at least `need`. Again while it pays: each round is a pass over what is left.
+static void thin_out(struct candidates *c, double need) {
+    for (int64_t before = INT64_MAX; c->count < before / 4 * 3;) {
+        before = c->count;
+        double sum = 0;
+        for (int64_t i = 0; i < before; i++) sum += (double)c->weight[i];
+        const float light = (float)((sum - need) / (double)before * 0.999);
+        int64_t count = 0;
+        for (int64_t i = 0; i < before; i++) {  // without a branch: overwrites what was dropped
+            c->value[count] = c->value[i];
+            c->weight[count] = c->weight[i];
+            c->id[count] = c->id[i];
+            count += c->weight[i] >= light;
+        }
+        c->count = count;
+    }
+}
+
 // From a part of the vocabulary: gather a superset of it that one comparison finds, then cut that down exactly.
 static int64_t draw_from_part(const float *x, int64_t vocab, float best, float inverse, int64_t top_k, float top_p,
                               float min_p, float uniform) {
@@ -251,6 +270,7 @@ static int64_t draw_from_part(const float *x, int64_t vocab, float best, float i
     bound = fmaxf(bound, fminf(best, (float)(best + log(share * 0.999) / inverse)));
     collect(x, vocab, bound, &c);
     weigh(c.value, c.count, best, inverse, c.weight);
+    if (!top_k && top_p < 1) thin_out(&c, total * top_p);
     for (int64_t i = 0; i < c.count; i++)
         c.work[i] = (struct item){key_of(c.value[i], c.id[i]), (int64_t)((double)c.weight[i] * ONE)};
 
@@ -299,6 +319,61 @@ static void sample_job(const void *context, int64_t begin, int64_t end) {
         else
             s->out[row] = draw_from_part(x, s->vocab, x[best], inverse, top_k, top_p, min_p, s->uniform[row]);
     }
+}
+
+struct scoring {
+    const float *logits;
+    int64_t stride, vocab, num_top;
+    const int64_t *ids;
+    float *own, *top;
+    int64_t *ranks, *top_ids;
+};
+
+static int by_key(const void *a, const void *b) {
+    const uint64_t x = ((const struct item *)a)->key, y = ((const struct item *)b)->key;
+    return (x > y) - (x < y);
+}
+
+static int64_t count_above(const float *x, int64_t vocab, float pivot) {
+    veci counts = {0};
+    int64_t i = 0, count = 0;
+    for (; i + LANES <= vocab; i += LANES) counts -= load_f32(x + i) > vec_set(pivot);
+    for (int lane = 0; lane < LANES; lane++) count += counts[lane];
+    for (; i < vocab; i++) count += x[i] > pivot;
+    return count;
+}
+
+static void score_job(const void *context, int64_t begin, int64_t end) {
+    const struct scoring *s = context;
+    for (int64_t row = begin; row < end; row++) {
+        const float *x = s->logits + row * s->stride, best = x[find_best(x, s->vocab)], chosen = x[s->ids[row]];
+        double sum = 0;
+        for (int64_t start = 0; start < s->vocab; start += BLOCK)
+            sum += sum_weights(x + start, s->vocab - start < BLOCK ? s->vocab - start : BLOCK, best, 1.0f);
+        const double log_sum = (double)best + log(sum);
+        s->own[row] = (float)((double)chosen - log_sum);
+        s->ranks[row] = count_above(x, s->vocab, chosen) + 1;
+        const int64_t num_top = s->num_top;
+        if (!num_top) continue;
+        struct candidates c = room_for(s->vocab);
+        collect(x, s->vocab, bound_of_kth(x, s->vocab, num_top, c.work), &c);
+        if (c.count < num_top) collect(x, s->vocab, -INFINITY, &c);
+        for (int64_t i = 0; i < c.count; i++) c.work[i] = (struct item){key_of(c.value[i], c.id[i]), 0};
+        const int64_t count = select_first(c.work, c.count, num_top, 1);
+        qsort(c.work, (size_t)count, sizeof(struct item), by_key);
+        for (int64_t i = 0; i < num_top; i++) {
+            const int64_t id = i < count ? (int32_t)(uint32_t)c.work[i].key : 0;  // NaN leaves too few
+            s->top_ids[row * num_top + i] = id;
+            s->top[row * num_top + i] = (float)((double)x[id] - log_sum);
+        }
+    }
+}
+
+// Log-softmax at one id a row, its rank, and the `num_top` largest, which lie side by side.
+void orca_token_logprobs(const float *logits, int64_t stride, int64_t rows, int64_t vocab, const int64_t *ids,
+                         int64_t num_top, float *own, int64_t *ranks, int64_t *top_ids, float *top) {
+    struct scoring context = {logits, stride, vocab, num_top, ids, own, top, ranks, top_ids};
+    pool_run(rows, 1, pool_threads(), score_job, &context);
 }
 
 // Philox4x32-10 with `seeds` as keys and (position, choice, 0, 0) as counters: the first word's upper 24 bits.
