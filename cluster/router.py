@@ -29,8 +29,8 @@ class Router:
     def __serve_build_asgi_app__(self) -> Asgi:
         return self._surface.asgi
 
-    async def close(self) -> None:
-        """Hang up and end the helpers."""
+    async def __del__(self) -> None:
+        """Hang up and end the helpers. Ray Serve awaits this when it stops the replica."""
         self._starting.cancel()
         await self._engine.close()
         await self._surface.close()
