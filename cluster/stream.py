@@ -95,12 +95,6 @@ class Deltas(AsyncIterator[TokenDelta]):
                 held.reader = None
         return held.arrived.popleft()
 
-    def ready(self) -> list[TokenDelta]:
-        """What has arrived and was not read yet, without waiting."""
-        deltas = list(self._held.arrived)
-        self._held.arrived.clear()
-        return deltas
-
     async def aclose(self) -> None:
         self._forget(self._held)
 
