@@ -97,7 +97,8 @@ def test_machines_without_avx512_compute_the_same(target: str) -> None:
         "loaded.orca_set_num_threads(1)\n"
         "library._Holder.library = loaded\n"
         "files = [f'tests/kernels/test_{name}.py' for name in ('cpu_attention', 'cpu_rows', 'linear')]\n"
-        "sys.exit(pytest.main(['-x', '-q', '-p', 'no:cacheprovider', *files]))\n"
+        "some = '9-3-64-16 or team or rms_norm or rope or gates or any_shape'\n"
+        "sys.exit(pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '-k', some, *files]))\n"
     )
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", code, target]
