@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
+import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -61,7 +63,7 @@ class GrammarCompiler:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.limits = limits
-        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar")
+        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="grammar", initializer=_step_back)
         self._compiled: OrderedDict[Grammar, Future[xgrammar.CompiledGrammar]] = OrderedDict()
         self._compiler: Future[xgrammar.GrammarCompiler] | None = None
 
@@ -112,6 +114,12 @@ class GrammarCompiler:
         return compiled
 
 
+def _step_back() -> None:
+    """This thread computes only what the model's threads leave (on Linux, where threads have a priority each)."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 def _num_bytes(compiled: Future[xgrammar.CompiledGrammar]) -> int:
     if not compiled.done() or compiled.cancelled() or compiled.exception() is not None:
         return 0
@@ -133,9 +141,12 @@ def compile_grammar(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgr
             case "ebnf":
                 return compiler.compile_grammar(grammar.spec)
     except (RuntimeError, ValueError, MemoryError) as error:
-        # xgrammar puts the time and its own source line in front.
-        reason = re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))
-        raise GrammarError(f"the grammar does not compile: {reason}"[:MAX_REASON_CHARS]) from error
+        raise GrammarError(f"the grammar does not compile: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """xgrammar puts the time and its own source line in front."""
+    return re.sub(r"^\[[\d:]+\] \S+: ", "", " ".join(str(error).split()))[:MAX_REASON_CHARS]
 
 
 def ebnf_of_schema(schema: str, strict: bool = True) -> str:
@@ -157,14 +168,20 @@ def ebnf_of_choices(choices: list[str]) -> str:
 
 
 def tokenizer_info(tokenizer_file: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> xgrammar.TokenizerInfo:
-    """The vocabulary as xgrammar wants it, from a tokenizer.json. Ids without a token are never allowed."""
+    """The vocabulary as xgrammar wants it, from a tokenizer.json.
+
+    Never allowed are ids without a token, and special tokens: they would pass for the text that they are written as,
+    and then be left out of the answer.
+    """
     from tokenizers import Tokenizer
     from xgrammar import TokenizerInfo
 
     text = tokenizer_file.read_text()
+    tokenizer = Tokenizer.from_str(text)
+    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     tokens = [""] * vocab_size
-    for token, token_id in Tokenizer.from_str(text).get_vocab().items():
-        if token_id < vocab_size:
+    for token, token_id in tokenizer.get_vocab().items():
+        if token_id < vocab_size and token_id not in special:
             tokens[token_id] = token
     metadata = TokenizerInfo._detect_metadata_from_hf(text)
     return TokenizerInfo(tokens, **metadata, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids))
@@ -248,9 +265,16 @@ class GrammarSlots:
                 self._fill(slot, length)
 
     def _fill(self, slot: int, length: int) -> None:
-        """Bring the matcher to `length` known tokens and the mask with it."""
+        """Bring the matcher to `length` known tokens and the mask with it. Raises GrammarError."""
         if self.mask_length[slot] == length:
             return
+        try:
+            self._advance(slot, length)
+        except RuntimeError as error:
+            raise GrammarError(f"the grammar cannot be followed: {_reason(error)}") from error
+        self.mask_length[slot] = length
+
+    def _advance(self, slot: int, length: int) -> None:
         matcher = self._matchers.get(slot)
         if matcher is None:
             matcher = self._matchers[slot] = _matcher(self._compiled[slot].result(), self.compiler.eos_token_ids)
@@ -262,7 +286,6 @@ class GrammarSlots:
             self.masks[slot] = self._end_mask
         else:
             matcher.fill_next_token_bitmask(self.masks, slot)
-        self.mask_length[slot] = length
 
     def _mask(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
         from xgrammar import apply_token_bitmask_inplace

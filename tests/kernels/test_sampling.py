@@ -251,6 +251,17 @@ class TestEdges:
             assert not math.isfinite(float(logits[1, drawn[1]]))
         assert sample(logits, *parameters(3))[2:] == alone
 
+    def test_columns_of_another_kind_are_refused(self) -> None:
+        logits, (temperature, top_k, top_p, min_p, noise) = torch.randn(3, 50), parameters(3)
+        with pytest.raises(ValueError, match="top_k"):
+            sample(logits, temperature, top_k.long(), top_p, min_p, noise, backend="cpu")
+        with pytest.raises(ValueError, match="uniform"):
+            sample(logits, temperature, top_k, top_p, min_p, noise[:2], backend="cpu")
+        with pytest.raises(ValueError, match="strides"):
+            sample(logits.T.contiguous().T, temperature, top_k, top_p, min_p, noise, backend="cpu")
+        with pytest.raises(ValueError, match="num_top is 51"):
+            token_logprobs(logits, torch.zeros(3, dtype=torch.int64), 51, backend="cpu")
+
     def test_no_rows(self) -> None:
         assert sample(torch.empty(0, 10), *parameters(0)).shape == (0,)
 

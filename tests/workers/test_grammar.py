@@ -25,6 +25,7 @@ from orcaserve.workers.sampler import Sampled, Sampler
 from orcaserve.workers.slots import SlotTable
 
 EOS = 0
+SPECIAL = "<|start|>"
 NUM_PADDING = 7  # ids of the model that the tokenizer does not have
 CORPUS = [
     '{"name": "Ada", "age": 36, "tags": ["a", "b"], "ok": true, "none": null}',
@@ -49,7 +50,7 @@ def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+        vocab_size=400, special_tokens=["<|end|>", SPECIAL], initial_alphabet=ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
@@ -176,6 +177,16 @@ class TestOutputFollowsTheGrammar:
         logits = torch.zeros(1, bench.vocab_size)
         logits[0, -NUM_PADDING:] = 100.0
         assert bench.sampler.sample(logits, np.array([0])).token_ids[0] < bench.vocab_size - NUM_PADDING
+
+    def test_special_tokens_are_no_text(self, bench: Bench) -> None:
+        special = bench.tokenizer.token_to_id(SPECIAL)
+        bench.take(0, Grammar("regex", ".*"), temperature=0.0)
+        logits = torch.zeros(1, bench.vocab_size)
+        logits[0, special] = 100.0
+        assert bench.sampler.sample(logits, np.array([0])).token_ids[0] != special
+        bench.take(0, Grammar("choice", json.dumps([SPECIAL])))
+        assert bench.finish(0) == [SPECIAL]
+        assert special not in bench.output(0)
 
     def test_after_the_end_there_is_only_the_end(self, bench: Bench) -> None:
         bench.take(0, Grammar("choice", '["yes"]'), ignore_eos=True)
