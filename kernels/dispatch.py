@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,13 @@ Implementation = Callable[..., Any]
 Loader = Callable[[], Implementation]
 
 
+class Pick(NamedTuple):
+    """A backend's name and what it runs."""
+
+    name: str
+    run: Implementation
+
+
 class Operation:
     """One operation: its reference, its fast versions and the rule that picks among them.
 
@@ -41,32 +48,30 @@ class Operation:
         self.name = name
         self.reference = reference
         self.loaders = dict(loaders)
-        self._picked: dict[tuple[str, str], Implementation] = {}
-        self._names: dict[tuple[str, str], str] = {}
+        self._picked: dict[tuple[str, str], Pick] = {}
 
     def implementation(self, device: str, backend: str = "auto") -> Implementation:
         """What runs for tensors on `device`. Raises BackendUnavailable when the named backend cannot."""
         picked = self._picked.get((device, backend))
-        return picked if picked is not None else self._pick(device, backend)
+        return picked.run if picked is not None else self._pick(device, backend).run
 
     def backend_name(self, device: str, backend: str = "auto") -> str:
         """Says which backend `implementation` picks."""
         self.implementation(device, backend)
-        return self._names[device, backend]
+        return self._picked[device, backend].name
 
-    def _pick(self, device: str, backend: str) -> Implementation:
+    def _pick(self, device: str, backend: str) -> Pick:
         name = self._automatic(device) if backend == "auto" else backend
         try:
-            implementation = self._load(name, device)
+            picked = Pick(name, self._load(name, device))
         except CannotRun as error:
             if backend != "auto" or device == "cuda":
                 raise BackendUnavailable(self.name, name, device, str(error)) from error
-            name, implementation = "reference", self.reference
+            picked = Pick("reference", self.reference)
             logger.warning("%s on %s: %s; the torch reference runs instead", self.name, device, error)
-        self._picked[device, backend] = implementation
-        self._names[device, backend] = name
-        logger.info("%s on %s (asked for: %s): %s", self.name, device, backend, name)
-        return implementation
+        self._picked[device, backend] = picked
+        logger.info("%s on %s (asked for: %s): %s", self.name, device, backend, picked.name)
+        return picked
 
     def _automatic(self, device: str) -> str:
         wanted = {"cuda": "triton", "cpu": "cpu"}.get(device, "reference")
