@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,8 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if chosen.device == "cuda":
         from orcaserve.kernels import bench_gpu
 
-        print(json.dumps(bench_gpu.run([] if chosen.operation is None else [chosen.operation])))
-        return
+        figures = bench_gpu.run([] if chosen.operation is None else [chosen.operation])
+        print(json.dumps(figures))
+        sys.exit(0 if figures["all_correct"] else 1)
     if chosen.operation not in (None, *OPERATIONS):
         parser.error(f"OP must be one of {', '.join(OPERATIONS)}, not {chosen.operation}")
     if not cpu.available():
