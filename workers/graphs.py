@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,14 +22,11 @@ class DecodeGraphs:
     A padding request has context 0 and slot -1: it reads no key and writes none.
     """
 
-    def __init__(
-        self, model: Decoder, kv_caches: Sequence[Tensor], max_num_seqs: int, max_model_len: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: Decoder, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
         self.model = model
-        self.kv_caches = kv_caches
         self.sizes = graph_sizes(max_num_seqs)
         self.max_model_len = max_model_len
-        max_blocks = -(-max_model_len // kv_caches[0].shape[3])
+        max_blocks = -(-max_model_len // model.kv_caches[0].shape[3])
         self.ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.slot_mapping = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
@@ -80,4 +75,4 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=self.max_model_len,
         )
-        return self.model(self.ids[:size], self.kv_caches, batch, None)
+        return self.model(self.ids[:size], batch, None)

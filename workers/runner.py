@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -32,7 +32,6 @@ class ModelRunner:
         tp: TpGroup,
         slots: SlotTable,
         sampler: Sampler | None,
-        kv_caches: Sequence[Tensor],
         *,
         device: torch.device,
         drafter: Drafter | None = None,
@@ -44,7 +43,6 @@ class ModelRunner:
         self.tp = tp
         self.slots = slots
         self.sampler = sampler
-        self.kv_caches = kv_caches
         self.device = device
         self.drafter = drafter
         self.graphs = graphs
@@ -77,7 +75,7 @@ class ModelRunner:
                 self.sampler.add(new)
         if plan.block_copies:
             pairs = on(self.device, np.array(plan.block_copies, np.int64))
-            for kv_cache in self.kv_caches:
+            for kv_cache in self.model.kv_caches:
                 copy_blocks(kv_cache, pairs)
 
     def _drafts(self, plan: StepPlan) -> Drafts | None:
@@ -106,7 +104,7 @@ class ModelRunner:
         if self.graphs is not None and batch.num_tokens == len(batch.slots) and batch.num_chunks == 0:
             return self.graphs.run(batch)
         tokens = None if rows.are_all else on(self.device, rows.tokens)
-        return self.model(on(self.device, batch.input_ids), self.kv_caches, batch.attention(self.device), tokens)
+        return self.model(on(self.device, batch.input_ids), batch.attention(self.device), tokens)
 
     def _sample(
         self, step_id: int, batch: StepBatch, rows: LogitRows, logits: Tensor | None, drafts: Drafts | None

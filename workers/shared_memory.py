@@ -37,7 +37,10 @@ class _Group(ctypes.Structure):
 
 
 class SharedMemoryGroup:
-    """TpGroup over shared memory. The region has no name once all ranks hold it, so nothing outlives a killed rank."""
+    """TpGroup over shared memory. The region has no name once all ranks hold it, so nothing outlives a killed rank.
+
+    `native` is what the C functions know the group by; native code that calls them itself takes it along.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout_s: float) -> None:
         assert size <= MAX_RANKS, f"{size} ranks on one host, at most {MAX_RANKS} are supported"
@@ -49,8 +52,8 @@ class SharedMemoryGroup:
         view = ctypes.c_char.from_buffer(self._memory)
         # A rank that spins while the one it waits for has no core to run on would only delay it.
         spins = NUM_SPINS if size <= len(os.sched_getaffinity(0)) else 0
-        self._group = _Group(ctypes.addressof(view), BUFFER_BYTES, spins, timeout_s, rank, size, 0)
-        self._pointer = ctypes.byref(self._group)
+        self.native = _Group(ctypes.addressof(view), BUFFER_BYTES, spins, timeout_s, rank, size, 0)
+        self._pointer = ctypes.byref(self.native)
         del view
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ class SharedMemoryGroup:
 
     def _check(self, error: int) -> None:
         if error:
-            raise PeerLost(f"rank {self.rank} waited {self._group.timeout_s:g} s for another rank of its group")
+            raise PeerLost(f"rank {self.rank} waited {self.native.timeout_s:g} s for another rank of its group")
 
 
 def _map(store: dist.Store, rank: int, size: int, num_bytes: int) -> mmap.mmap:

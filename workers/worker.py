@@ -89,7 +89,7 @@ class Worker:
         return kv_shard.num_gpu_blocks(self.config, self.kv_shape, self.device, self._profile)
 
     def allocate(self, num_blocks: int) -> None:
-        self.kv_caches = self.kv_shape.allocate(num_blocks, self.device)
+        self.model.attach(self.kv_shape.allocate(num_blocks, self.device))
         self.num_blocks = num_blocks
         self.graphs = self._capture_graphs()
         self.reset()
@@ -124,7 +124,6 @@ class Worker:
             self.tp,
             slots,
             self.sampler,
-            self.kv_caches,
             device=self.device,
             drafter=PromptLookup() if config.num_speculative_tokens else None,
             graphs=self.graphs,
@@ -157,7 +156,7 @@ class Worker:
         if self.config.device == "cpu" or self.config.enforce_eager:
             return None
         config = self.config
-        graphs = DecodeGraphs(self.model, self.kv_caches, config.max_num_seqs, config.max_model_len, self.device)
+        graphs = DecodeGraphs(self.model, config.max_num_seqs, config.max_model_len, self.device)
         with torch.inference_mode():
             graphs.capture()
         return graphs
@@ -165,7 +164,7 @@ class Worker:
     def _profile(self) -> None:
         """A step of the largest size, with no key to read and none written."""
         num_tokens = self.config.max_num_batched_tokens
-        kv_caches = self.kv_shape.allocate(1, self.device)
+        self.model.attach(self.kv_shape.allocate(1, self.device))
 
         def full(value: int, count: int, dtype: torch.dtype) -> Tensor:
             return torch.full((count,), value, dtype=dtype, device=self.device)
@@ -180,7 +179,7 @@ class Worker:
             max_context_len=1,
         )
         with torch.inference_mode():
-            hidden = self.model(full(0, num_tokens, torch.int64), kv_caches, batch, None)
+            hidden = self.model(full(0, num_tokens, torch.int64), batch, None)
             self.model.logits(hidden[: self.config.max_num_seqs])
 
 

@@ -44,6 +44,18 @@ def test_a_family_equals_transformers(tiny, family, size):
     assert_equals_transformers(*tiny(family), size)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_an_operation_computes_the_same(tiny, family, size):
+    """What GPUs run, and CPUs without a compiler: with a named backend the layers do not run as one native call."""
+    folder, model = tiny(family)
+    group = make_group(folder, size, attention_backend="reference")
+    _, [logits] = group.call("step_with_logits", one_prompt(PROMPTS[3]))
+    torch.testing.assert_close(
+        torch.from_numpy(logits[0]), reference_logits(model, PROMPTS[3])[-1], rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "size"),
     [(9, 3, 2), (9, 3, 4), (8, 8, 3), (4, 1, 4)],

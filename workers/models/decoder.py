@@ -10,14 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from orcaserve.kernels.batch import AttentionBatch
+from orcaserve.kernels.decoder_layers import DecoderLayer, DecoderShape, NativeDecoder, can_run
 from orcaserve.kernels.paged_attention import paged_attention
 from orcaserve.kernels.rope import UnsupportedRope, cos_sin_table, rope_kv_write
 from orcaserve.kernels.silu_mul import gelu_tanh_mul, silu_mul
-from orcaserve.workers.errors import ModelLoadError
+from orcaserve.workers.errors import ModelLoadError, PeerLost
 from orcaserve.workers.layers import ColumnLinear, Embedding, LmHead, Output, RMSNorm, RowLinear
 from orcaserve.workers.models.config import ModelConfig
 from orcaserve.workers.sharding import RankShard
-from orcaserve.workers.tp import TpGroup
+from orcaserve.workers.shared_memory import SharedMemoryGroup
+from orcaserve.workers.tp import SoloGroup, TpGroup
 
 ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": silu_mul,
@@ -103,6 +105,20 @@ class Attention(nn.Module):
 
     __call__ = forward
 
+    def native(self) -> dict[str, Any]:
+        """The fields of DecoderLayer that are attention's."""
+        return {
+            "qkv": self.qkv.packed,
+            "qkv_bias": self.qkv.bias,
+            "output": self.output.packed,
+            "output_bias": self.output.bias,
+            "q_norm": self.q_norm.weight if self.normalises else None,
+            "k_norm": self.k_norm.weight if self.normalises else None,
+            "cos_sin": self.cos_sin,
+            "scale": self.scale,
+            "window": self.window,
+        }
+
 
 class GatedMlp(nn.Module):
     def __init__(self, setup: Setup, prefix: str, activation: str, bias: bool = False) -> None:
@@ -124,8 +140,30 @@ class GatedMlp(nn.Module):
 
     __call__ = forward
 
+    def native(self) -> dict[str, Any]:
+        """The fields of DecoderLayer that are the MLP's."""
+        return {
+            "gate_up": self.gate_up.packed,
+            "gate_up_bias": self.gate_up.bias,
+            "down": self.down.packed,
+            "down_bias": self.down.bias,
+        }
 
-class PreNormLayer(nn.Module):
+
+class Block(nn.Module):
+    """A layer of a decoder. `native` is what `forward` does, put so that all layers can run in one native call."""
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, batch: AttentionBatch
+    ) -> tuple[Tensor, Tensor]:
+        """(what is still to be added, the sum so far)."""
+        raise NotImplementedError
+
+    def native(self) -> DecoderLayer:
+        raise NotImplementedError
+
+
+class PreNormLayer(Block):
     """norm, attention, add, norm, MLP, add. The last addition is left to the next norm, which does it on the way."""
 
     def __init__(self, setup: Setup, prefix: str, attention: Attention, mlp: GatedMlp) -> None:
@@ -138,7 +176,6 @@ class PreNormLayer(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, kv_cache: Tensor, batch: AttentionBatch
     ) -> tuple[Tensor, Tensor]:
-        """(what is still to be added, the sum so far)."""
         if residual is None:
             normed, residual = self.input_norm(x), x
         else:
@@ -148,14 +185,25 @@ class PreNormLayer(nn.Module):
 
     __call__ = forward
 
+    def native(self) -> DecoderLayer:
+        return DecoderLayer(
+            input_norm=self.input_norm.weight,
+            mlp_norm=self.mlp_norm.weight,
+            **self.attention.native(),
+            **self.mlp.native(),
+        )
+
 
 class Decoder(nn.Module):
-    """A causal language model: embedding, layers, final norm, head."""
+    """A causal language model: embedding, layers, final norm, head. `attach` a KV pool before the first step."""
+
+    kv_caches: Sequence[Tensor]
 
     def __init__(
         self,
         setup: Setup,
-        layers: Sequence[nn.Module],
+        layers: Sequence[Block],
+        activation: str,
         *,
         norm: RMSNorm | None = None,
         embedding_scale: float = 1.0,
@@ -164,21 +212,28 @@ class Decoder(nn.Module):
         super().__init__()
         config = setup.config
         size, width, span = config.vocab_size, config.hidden_size, setup.shard.vocab
+        self.setup = setup
         self.embedding = Embedding("model.embed_tokens", size, width, span, setup.tp, setup.dtype)
         self.layers = nn.ModuleList(layers)
+        self.blocks = list(layers)  # the same: torch's list is slow to walk
+        self.activation = activation
         self.norm = setup.norm("model.norm") if norm is None else norm
         self.head = LmHead("lm_head", self.embedding, config.tie_word_embeddings)
         self.embedding_scale = embedding_scale
         self.logit_softcap = logit_softcap
+        self.native: NativeDecoder | None = None
 
-    def forward(self, ids: Tensor, kv_caches: Sequence[Tensor], batch: AttentionBatch, rows: Tensor | None) -> Tensor:
+    def attach(self, kv_caches: Sequence[Tensor]) -> None:
+        """The KV pool to run over, a tensor a layer. Where they can, all layers then run as one native call."""
+        self.kv_caches = kv_caches
+        self.native = self._native(kv_caches)
+
+    def forward(self, ids: Tensor, batch: AttentionBatch, rows: Tensor | None) -> Tensor:
         """The normalised hidden states of these tokens of the flat batch (None: of all)."""
-        x, residual = self.embedding(ids), None
+        x = self.embedding(ids)
         if self.embedding_scale != 1.0:
             x *= self.embedding_scale
-        for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, kv_cache, batch)
-        assert residual is not None
+        x, residual = self._run_layers(x, batch)
         if rows is not None:
             x, residual = x[rows], residual[rows]
         return self.norm.add(x, residual)[0]
@@ -191,3 +246,33 @@ class Decoder(nn.Module):
         if logits is None or not self.logit_softcap:
             return logits
         return torch.tanh(logits / self.logit_softcap) * self.logit_softcap
+
+    def _run_layers(self, x: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """(what is still to be added, the sum so far)."""
+        if self.native is not None:
+            try:
+                return self.native(x, batch)
+            except TimeoutError as error:
+                raise PeerLost(f"rank {self.setup.tp.rank}: {error}") from error
+        residual = None
+        for layer, kv_cache in zip(self.blocks, self.kv_caches, strict=True):
+            x, residual = layer(x, residual, kv_cache, batch)
+        assert residual is not None, "a decoder has layers"
+        return x, residual
+
+    def _native(self, kv_caches: Sequence[Tensor]) -> NativeDecoder | None:
+        """None on a GPU, across hosts, for a dtype without native kernels, and where another backend is asked for."""
+        setup, tp = self.setup, self.setup.tp
+        if setup.attention_backend not in ("auto", "cpu") or not isinstance(tp, SoloGroup | SharedMemoryGroup):
+            return None
+        layers = [block.native() for block in self.blocks]
+        if not can_run(layers):
+            return None
+        shape = DecoderShape(
+            num_heads=len(setup.shard.heads),
+            num_kv_heads=len(setup.shard.kv_heads),
+            head_dim=setup.config.head_dim,
+            eps=setup.config.rms_norm_eps,
+            activation="silu" if self.activation == "silu" else "gelu_tanh",
+        )
+        return NativeDecoder(layers, shape, kv_caches, tp.native if isinstance(tp, SharedMemoryGroup) else None)

@@ -6,15 +6,16 @@ Most layers look back over a window and rotate with a base frequency of their ow
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from orcaserve.kernels.batch import AttentionBatch
-from orcaserve.workers.models.decoder import Attention, Decoder, GatedMlp, Setup
+from orcaserve.kernels.decoder_layers import DecoderLayer
+from orcaserve.workers.models.decoder import Attention, Block, Decoder, GatedMlp, Setup
 
 NORM_OFFSET = 1.0
 
 
-class SandwichLayer(nn.Module):
+class SandwichLayer(Block):
     """norm, attention, norm, add, norm, MLP, norm, add; the last addition is left to the next layer's first norm."""
 
     def __init__(self, setup: Setup, prefix: str, attention: Attention, mlp: GatedMlp) -> None:
@@ -38,6 +39,16 @@ class SandwichLayer(nn.Module):
         return self.after_mlp(self.mlp(normed)), residual
 
     __call__ = forward
+
+    def native(self) -> DecoderLayer:
+        return DecoderLayer(
+            input_norm=self.before_attention.weight,
+            after_attention_norm=self.after_attention.weight,
+            mlp_norm=self.before_mlp.weight,
+            after_mlp_norm=self.after_mlp.weight,
+            **self.attention.native(),
+            **self.mlp.native(),
+        )
 
 
 def build(setup: Setup) -> Decoder:
@@ -63,6 +74,7 @@ def build(setup: Setup) -> Decoder:
     return Decoder(
         setup,
         [layer(index) for index in range(config.num_layers)],
+        hf.hidden_activation,
         norm=setup.norm("model.norm", offset=NORM_OFFSET),
         embedding_scale=scale,
         logit_softcap=hf.final_logit_softcapping or 0.0,

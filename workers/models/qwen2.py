@@ -15,4 +15,4 @@ def build(setup: Setup) -> Decoder:
         attention = Attention(setup, f"{prefix}.self_attn", cos_sin, qkv_bias=True, window=window)
         return PreNormLayer(setup, prefix, attention, GatedMlp(setup, f"{prefix}.mlp", hf.hidden_act))
 
-    return Decoder(setup, [layer(index) for index in range(setup.config.num_layers)])
+    return Decoder(setup, [layer(index) for index in range(setup.config.num_layers)], hf.hidden_act)

@@ -22,4 +22,4 @@ def build(setup: Setup) -> Decoder:
         )
         return PreNormLayer(setup, prefix, attention, GatedMlp(setup, f"{prefix}.mlp", hf.hidden_act))
 
-    return Decoder(setup, [layer(index) for index in range(setup.config.num_layers)])
+    return Decoder(setup, [layer(index) for index in range(setup.config.num_layers)], hf.hidden_act)
