@@ -36,7 +36,7 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 class Surface:
     """Everything of a router but Ray: the ASGI application, and what must be closed with it."""
 
-    def __init__(self, config: AppConfig, model: ModelInfo, engine: Engine) -> None:
+    def __init__(self, config: AppConfig, model: ModelInfo, engine: Engine, *, behind_serve: bool = False) -> None:
         tenants = read_tenants(config.tenants_file) if config.tenants_file is not None else []
         keys = KeyRing(config.api_key, tenants)
         self.codec = TextCodec.from_file(model.tokenizer_file)
@@ -49,7 +49,7 @@ class Surface:
         self.metrics = RequestMetrics(model.name)
         self.generator = Generator(config, preparer, engine, self.metrics, Tracer(processor, model.name))
         self.routes = create_routes(self.generator)
-        self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics)
+        self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics, behind_serve)
 
     async def close(self) -> None:
         """End the helper processes, and send the last spans."""

@@ -73,11 +73,13 @@ class Edge:
         config: AppConfig,
         keys: KeyRing,
         metrics: RequestMetrics,
+        behind_serve: bool,
     ) -> None:
         self._app = app
         self._config = config
         self._keys = keys
         self._metrics = metrics
+        self._behind_serve = behind_serve  # Ray Serve adds an x-request-id of its own, the one that we were given
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -96,7 +98,8 @@ class Edge:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.request_id.encode())]
+                if not self._behind_serve:
+                    message["headers"] = [*message.get("headers", ()), (b"x-request-id", call.request_id.encode())]
             await send(message)
 
         try:

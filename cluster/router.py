@@ -22,7 +22,7 @@ class Router:
         model = read_model_info(find_model_dir(config.model), config.served_model_name, config.max_model_len)
         ensure_scheduler(config, model, resolve_device(config.device))
         self._engine = connect(config.name)
-        self._surface = Surface(config, model, self._engine)
+        self._surface = Surface(config, model, self._engine, behind_serve=True)
         self._starting = asyncio.get_running_loop().create_task(self._engine.start())
         log_to_stderr()
 
