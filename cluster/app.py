@@ -46,13 +46,14 @@ class Surface:
             template = ChatTemplate(model.chat_template, read_special_tokens(model.model_dir))
         preparer = Preparer(model, self.codec, template, self.grammars, config)
         processor = otlp_processor(config.otlp_endpoint) if config.otlp_endpoint is not None else None
-        self.metrics = RequestMetrics(model.name)
+        self.metrics = RequestMetrics(model.name, engine.report)
         self.generator = Generator(config, preparer, engine, self.metrics, Tracer(processor, model.name))
         self.routes = create_routes(self.generator)
         self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics, behind_serve)
 
     async def close(self) -> None:
         """End the helper processes, and send the last spans."""
+        self.metrics.close()
         await self.grammars.close()
         await asyncio.to_thread(self.generator.tracer.close)
 

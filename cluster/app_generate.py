@@ -20,12 +20,13 @@ from orcaserve.cluster.app_metrics import RequestMetrics
 from orcaserve.cluster.app_prepare import Preparer
 from orcaserve.cluster.app_run import Engine, Run
 from orcaserve.cluster.app_trace import Tracer
-from orcaserve.cluster.errors import parse_body
+from orcaserve.cluster.errors import DeadlineExceeded, GenerationFailed, QueueTimeout, parse_body
 from orcaserve.cluster.limits import TenantGate
 from orcaserve.cluster.protocol import GenerationRequest, ignored_fields
 from orcaserve.cluster.protocol_chat import ChatCompletionRequest
 from orcaserve.cluster.protocol_completions import CompletionRequest
 from orcaserve.engine.errors import RequestRefused
+from orcaserve.engine.messages import FinishReason
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -97,6 +98,8 @@ class _Work:
         self._arrived_s = time.perf_counter()
         self._headers: list[tuple[bytes, bytes]] = []
         self._num_ended = 0
+        self._num_counted = 0  # tokens that the metrics know of
+        self._failure: FinishReason | None = "abort"  # of choices that come to no end: unless said otherwise, they left
 
     async def run(self) -> None:
         """Raises RequestRefused while nothing was sent yet; after that errors go into the stream."""
@@ -114,6 +117,7 @@ class _Work:
             await (self._stream(run) if job.stream else self._whole(run))
         except RequestRefused as refused:
             self._generator.metrics.refused(refused.code or "invalid_request")
+            self._failure = _failure_of(refused)
             raise
         finally:
             self._settle(run)
@@ -143,7 +147,7 @@ class _Work:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for piece in pieces:
                     now_s = clock()
-                    metrics.next_token(now_s - last_s)
+                    metrics.next_token(now_s - last_s, self._new_tokens(run))
                     last_s = now_s
                     if piece.finish_reason is not None:
                         self._note_ended(piece.finish_reason)
@@ -153,6 +157,7 @@ class _Work:
             except RequestRefused as refused:
                 self._call.notes["error"] = refused.code or type(refused).__name__
                 metrics.refused(refused.code or "invalid_request")
+                self._failure = _failure_of(refused) or "error"
                 data = error_event(refused)
             await send({"type": "http.response.body", "body": data, "more_body": False})
 
@@ -182,7 +187,13 @@ class _Work:
     def _note_first(self, run: Run) -> None:
         seconds = time.perf_counter() - self._arrived_s
         self._call.notes["ttft_ms"] = round(seconds * 1000, 2)
-        self._generator.metrics.first_token(seconds, run.queue_s)
+        self._generator.metrics.first_token(seconds, run.queue_s, self._call.tenant.name)
+
+    def _new_tokens(self, run: Run) -> int:
+        """Counted as they go out, so that a long answer shows while it is written."""
+        num_new = run.num_generated_tokens - self._num_counted
+        self._num_counted = run.num_generated_tokens
+        return num_new
 
     def _note_ended(self, finish_reason: str) -> None:
         self._num_ended += 1
@@ -193,14 +204,21 @@ class _Work:
         """However it ended: count what was used."""
         generator, notes = self._generator, self._call.notes
         num_choices = run.job.num_per_prompt * len(run.job.prompts)
-        if not run.job.resumed:
+        if not run.job.resumed and self._failure is not None:
             for _ in range(num_choices - self._num_ended):
-                generator.metrics.choice_ended("abort")
-        generator.metrics.generated(run.num_prompt_tokens, run.num_generated_tokens)
+                generator.metrics.choice_ended(self._failure)
+        generator.metrics.generated(run.num_prompt_tokens, self._new_tokens(run))
         generator.gate.spend(self._call.tenant, run.num_prompt_tokens + run.num_generated_tokens)
         notes["prompt_tokens"] = run.num_prompt_tokens
         notes["cached_tokens"] = run.num_cached_tokens
         notes["completion_tokens"] = run.num_completion_tokens
+
+
+def _failure_of(refused: RequestRefused) -> FinishReason | None:
+    """How a request ended that the engine gave up; None for one that it never took."""
+    if isinstance(refused, DeadlineExceeded | QueueTimeout):
+        return "timeout"
+    return "error" if isinstance(refused, GenerationFailed) else None
 
 
 def _prompt_of(request: GenerationRequest) -> Any:

@@ -19,7 +19,7 @@ from orcaserve.cluster.app_generate import Generation, Generator
 from orcaserve.cluster.errors import MethodNotAllowed, ModelNotFound, NotFound, error_body, error_headers, parse_body
 from orcaserve.cluster.protocol_chat import ChatCompletionRequest
 from orcaserve.cluster.protocol_completions import CompletionRequest, DetokenizeRequest, TokenizeRequest
-from orcaserve.cluster.wire import ClusterStatus
+from orcaserve.cluster.wire import ClusterStatus, View
 from orcaserve.engine.errors import InvalidParameter, RequestRefused, Unavailable
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -161,6 +161,8 @@ def _status_routes(generator: Generator) -> APIRouter:
     @router.get("/ready", responses=_answers(responses.HealthResponse))
     async def ready() -> Response:
         """A group has loaded the model and generated a token, work under way makes progress, and new work is taken."""
+        if generator.engine.leaving:
+            raise Unavailable("This router's node is leaving.", retry_after_s=5.0)
         status = await generator.engine.status()
         if not status.ready:
             raise Unavailable(_unready(status), retry_after_s=5.0)
@@ -174,11 +176,12 @@ def _status_routes(generator: Generator) -> APIRouter:
     @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Prometheus exposition text."""
+        generator.metrics.flush()
         try:
-            status: ClusterStatus | None = await generator.engine.status()
+            view: View | None = await generator.engine.view()
         except Unavailable:
-            status = None
-        return Response(generator.metrics.render(status), media_type="text/plain; version=0.0.4")
+            view = None
+        return Response(generator.metrics.render(view), media_type="text/plain; version=0.0.4")
 
     @router.get("/version", responses=_answers(responses.VersionResponse))
     async def version() -> Response:

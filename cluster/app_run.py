@@ -8,7 +8,8 @@ from typing import Protocol
 
 from orcaserve.cluster.app_job import Choice, Job, Part, Piece
 from orcaserve.cluster.errors import DeadlineExceeded, GenerationFailed, QueueTimeout
-from orcaserve.cluster.wire import ClusterStatus
+from orcaserve.cluster.figures import FigureSet
+from orcaserve.cluster.wire import ClusterStatus, View
 from orcaserve.engine.errors import RequestRefused, Unavailable
 from orcaserve.engine.messages import FinishReason, GenerateRequest, TokenDelta, TokenLogprobs
 
@@ -29,6 +30,13 @@ class Engine(Protocol):
     async def submit(self, request: GenerateRequest) -> DeltaStream: ...
 
     async def status(self) -> ClusterStatus: ...
+
+    async def view(self, after: int | None = None, traced: bool = False) -> View: ...
+
+    def report(self, figures: FigureSet) -> bool: ...
+
+    @property
+    def leaving(self) -> bool: ...
 
 
 class Run:

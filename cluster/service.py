@@ -18,10 +18,12 @@ from orcaserve.cluster.auth import read_tenants
 from orcaserve.cluster.channel import Endpoint, Peer, Server
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.observer import Flight, Observer
 from orcaserve.cluster.wire import (
     Abort,
     Accepted,
     AskStatus,
+    AskView,
     ClusterStatus,
     Done,
     Failed,
@@ -30,16 +32,20 @@ from orcaserve.cluster.wire import (
     FromRouter,
     Hello,
     Leave,
+    NodeLeaves,
     Open,
     Refused,
+    Report,
     StatusReply,
     Step,
     Submit,
+    Timed,
+    ViewReply,
     Welcome,
 )
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.errors import RequestRefused, Unavailable
-from orcaserve.engine.messages import StepDeltas, StepPlan, StepResult, TokenDelta
+from orcaserve.engine.messages import StepDeltas, StepResult, TokenDelta
 from orcaserve.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -56,7 +62,7 @@ class _Line:
     peers: list[Peer | None]
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     stepping: bool = False  # the engine knows the group
-    in_flight: deque[int] = field(default_factory=deque)  # step ids, oldest first
+    in_flight: deque[Flight] = field(default_factory=deque)  # oldest first
     waiting_since_s: float = 0.0  # for the oldest one's result
 
 
@@ -74,6 +80,7 @@ class SchedulerService:
     ) -> None:
         self.scheduler = Scheduler(config)
         self.draining = False
+        self.observer = Observer(config, clock)
         self._step_timeout_s = step_timeout_s
         self._clock = clock
         self._on_group_lost = on_group_lost
@@ -83,6 +90,7 @@ class SchedulerService:
         self._ranks: Server[FromRank] = Server(host, FromRank, self._on_rank, self._on_rank_lost)
         self._stream_of: dict[Peer, int] = {}
         self._peer_of: dict[int, Peer] = {}
+        self._node_of: dict[Peer, str] = {}
         self._num_streams = 0
         self._lines: dict[int, _Line] = {}
         self._line_of: dict[Peer, tuple[_Line, int]] = {}
@@ -123,6 +131,7 @@ class SchedulerService:
         assert line.complete.is_set()
         self.scheduler.add_group(group_id, num_blocks)
         line.stepping = True
+        self.observer.note("group ready", f"group {group_id}: {num_blocks} KV blocks")
         self._pump_soon()
 
     def close_group(self, group_id: int) -> None:
@@ -150,6 +159,19 @@ class SchedulerService:
         """Work is out and nothing has come back for `limit_s`; an idle group is never stuck."""
         line = self._lines.get(group_id)
         return line is not None and bool(line.in_flight) and self._clock() - line.waiting_since_s > limit_s
+
+    # A node that goes
+
+    def leave_node(self, node_id: str) -> None:
+        """Tell the routers there that they get no successor's work; what they hold goes on."""
+        for peer, node in self._node_of.items():
+            if node == node_id:
+                self._routers.send(peer, NodeLeaves())
+
+    def num_open_on(self, node_id: str) -> int:
+        """Choices that clients of this node's routers still wait for."""
+        streams = {self._stream_of[peer] for peer, node in self._node_of.items() if node == node_id}
+        return self.scheduler.num_open(streams) if streams else 0
 
     # The end
 
@@ -188,7 +210,9 @@ class SchedulerService:
             self._num_streams += 1
             self._stream_of[peer] = self._num_streams
             self._peer_of[self._num_streams] = peer
+            self._node_of[peer] = message.node_id
             self._routers.send(peer, Welcome(self._clock()))
+            self.observer.note("router", f"router {self._num_streams} connected")
         elif isinstance(message, Submit):
             self._submit(peer, message)
         elif isinstance(message, Abort):
@@ -196,6 +220,11 @@ class SchedulerService:
             self._pump_soon()
         elif isinstance(message, AskStatus):
             self._routers.send(peer, StatusReply(message.call_id, self._status()))
+        elif isinstance(message, Report):
+            self.observer.figures.add(message.figures)
+        elif isinstance(message, AskView):
+            view = self.observer.view(self._status(), message.after, message.traced)
+            self._routers.send(peer, ViewReply(message.call_id, view))
 
     def _submit(self, peer: Peer, message: Submit) -> None:
         request_id = message.request.request_id
@@ -212,7 +241,8 @@ class SchedulerService:
 
     def _on_router_lost(self, peer: Peer) -> None:
         if (stream := self._stream_of.pop(peer, None)) is not None:
-            del self._peer_of[stream]
+            del self._peer_of[stream], self._node_of[peer]
+            self.observer.note("router", f"router {stream} is gone; its requests end")
             logger.warning("router of stream %d is gone; its requests end", stream)
             self.scheduler.abort_stream(stream)
             self._pump_soon()
@@ -235,6 +265,8 @@ class SchedulerService:
             self._lose_group(line, f"rank {rank}: {message.error}")
         elif isinstance(message, Done):
             self._on_result(line, message.result)
+        elif isinstance(message, Timed):
+            self.observer.timed(line.group_id, rank, message)
 
     def _on_hello(self, peer: Peer, hello: Hello) -> None:
         line = self._lines.get(hello.group_id)
@@ -253,15 +285,21 @@ class SchedulerService:
 
     def _on_result(self, line: _Line, result: StepResult) -> None:
         assert line.in_flight
-        assert line.in_flight[0] == result.step_id, (line.in_flight[0], result.step_id)
-        line.in_flight.popleft()
-        now_s = line.waiting_since_s = self._clock()
-        self._publish(self.scheduler.apply(line.group_id, result, now_s))
+        flight = line.in_flight.popleft()
+        assert flight.plan.step_id == result.step_id, (flight.plan.step_id, result.step_id)
+        last_s, now_s = line.waiting_since_s, self._clock()
+        line.waiting_since_s = now_s
+        deltas = self.scheduler.apply(line.group_id, result, now_s)
+        applied_s = self._clock()
+        self._publish(deltas)
+        published_s = self._clock()
         self._pump(line)
+        self.observer.landed(line.group_id, flight, result, last_s, (now_s, applied_s, published_s))
 
     def _lose_group(self, line: _Line, reason: str) -> None:
         if self._lines.get(line.group_id) is line:
             logger.error("group %d is lost: %s", line.group_id, reason)
+            self.observer.note("group lost", f"group {line.group_id}: {reason}")
             self.close_group(line.group_id)
             self._on_group_lost(line.group_id, reason)
 
@@ -281,14 +319,17 @@ class SchedulerService:
         self._publish(self.scheduler.expire(self._clock()))  # with what ended at the door or while it waited
 
     def _pump(self, line: _Line) -> None:
-        while (plan := self.scheduler.schedule(line.group_id, self._clock())) is not None:
-            self._send_plan(line, plan)
+        now_s = self._clock()
+        while (plan := self.scheduler.schedule(line.group_id, now_s)) is not None:
+            flight = Flight(plan, now_s, self._clock())
+            self._send_plan(line, flight)
+            now_s = flight.sent_s = self._clock()
 
-    def _send_plan(self, line: _Line, plan: StepPlan) -> None:
+    def _send_plan(self, line: _Line, flight: Flight) -> None:
         if not line.in_flight:
-            line.waiting_since_s = self._clock()
-        line.in_flight.append(plan.step_id)
-        step = Step(plan)
+            line.waiting_since_s = flight.planned_s
+        line.in_flight.append(flight)
+        step = Step(flight.plan, self.observer.traces(flight.planned_s))
         for peer in line.peers:
             assert peer is not None
             self._ranks.send(peer, step)  # a rank that is gone makes itself known as lost
@@ -296,6 +337,7 @@ class SchedulerService:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         self._publish(self.scheduler.expire(self._clock()))
+        self.observer.tick(self._clock())
         for line in list(self._lines.values()):
             if self.is_stuck(line.group_id, self._step_timeout_s):
                 self._lose_group(line, f"no result of a step for {self._step_timeout_s:g} s")

@@ -13,22 +13,29 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from orcaserve.cluster.channel import Client, Endpoint
+from orcaserve.cluster.figures import FigureSet
 from orcaserve.cluster.wire import (
     Abort,
     Accepted,
     AskStatus,
+    AskView,
     ClusterStatus,
     Farewell,
     FromRouter,
+    NodeLeaves,
     Open,
     Refused,
+    Report,
     StatusReply,
     Submit,
     ToRouter,
+    View,
+    ViewReply,
     Welcome,
 )
 from orcaserve.engine.errors import Unavailable
@@ -105,8 +112,10 @@ class Deltas(AsyncIterator[TokenDelta]):
 class EngineStream:
     """One per router replica. `locate` asks for the scheduler's present endpoint."""
 
-    def __init__(self, locate: Callable[[], Awaitable[Endpoint]]) -> None:
+    def __init__(self, locate: Callable[[], Awaitable[Endpoint]], node_id: str = "") -> None:
+        self.leaving = False  # this node is about to go
         self._locate = locate
+        self._node_id = node_id
         self._client: Client[ToRouter] | None = None
         self._connected = asyncio.Event()
         self._hung_up = asyncio.Event()
@@ -116,7 +125,7 @@ class EngineStream:
         self._epoch = 0  # connections so far; a request has a new name on the wire in each
         self._clock_offset_s = 0.0  # the scheduler's clock minus ours
         self._held: dict[str, tuple[_Held, _Choice | None]] = {}  # by name on the wire; no choice: all of them
-        self._status_calls: dict[int, asyncio.Future[ClusterStatus]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}  # questions to the scheduler
         self._num_calls = 0
         self._late: set[asyncio.TimerHandle] = set()
 
@@ -154,20 +163,31 @@ class EngineStream:
 
     async def status(self, timeout_s: float = 2.0) -> ClusterStatus:
         """Raises Unavailable when the scheduler does not answer in time."""
+        return await self._ask(AskStatus, timeout_s)
+
+    async def view(self, after: int | None = None, traced: bool = False, timeout_s: float = 2.0) -> View:
+        """Figures of the whole service, and with `after` what came after it (see wire.AskView). Raises Unavailable."""
+        return await self._ask(lambda call_id: AskView(call_id, after, traced), timeout_s)
+
+    def report(self, figures: FigureSet) -> bool:
+        """Hand on what was added to this router's figures. False when nobody is there to take it."""
+        return self._client is not None and self._connected.is_set() and self._client.send(Report(figures))
+
+    async def _ask(self, question: Callable[[int], AskStatus | AskView], timeout_s: float) -> Any:
         if self._client is None or not self._connected.is_set():
             raise Unavailable("the scheduler is being restarted", retry_after_s=1.0)
         self._num_calls += 1
         call_id = self._num_calls
-        reply: asyncio.Future[ClusterStatus] = asyncio.get_running_loop().create_future()
-        self._status_calls[call_id] = reply
+        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call_id] = reply
         try:
-            self._send(AskStatus(call_id))
+            self._send(question(call_id))
             async with asyncio.timeout(timeout_s):
                 return await reply
         except TimeoutError:
             raise Unavailable("the scheduler does not answer", retry_after_s=1.0) from None
         finally:
-            del self._status_calls[call_id]
+            del self._calls[call_id]
 
     async def close(self) -> None:
         """Abort what is running and hang up."""
@@ -217,13 +237,20 @@ class EngineStream:
         elif isinstance(message, Refused):
             self._on_refused(message)
         elif isinstance(message, StatusReply):
-            if (reply := self._status_calls.get(message.call_id)) is not None and not reply.done():
-                reply.set_result(message.status)
+            self._on_reply(message.call_id, message.status)
+        elif isinstance(message, ViewReply):
+            self._on_reply(message.call_id, message.view)
+        elif isinstance(message, NodeLeaves):
+            self.leaving = True
         elif isinstance(message, Welcome):
             self._on_welcome(message)
         elif isinstance(message, Farewell):
             self._farewell = message.reason
             self._end_all(message.reason)
+
+    def _on_reply(self, call_id: int, answer: ClusterStatus | View) -> None:
+        if (reply := self._calls.get(call_id)) is not None and not reply.done():
+            reply.set_result(answer)
 
     def _on_delta(self, delta: TokenDelta) -> None:
         entry = self._held.get(delta.request_id)
@@ -276,7 +303,7 @@ class EngineStream:
         if not self._connected.is_set() or self._closed:
             return
         self._connected.clear()
-        for reply in self._status_calls.values():
+        for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(Unavailable("the scheduler is being restarted", retry_after_s=1.0))
         for held in self._each_held():
@@ -300,7 +327,7 @@ class EngineStream:
             self._epoch += 1
             self._hung_up.clear()
             self._client = Client(endpoint, ToRouter, self._on_message, self._on_lost)
-            self._client.send(Open())
+            self._client.send(Open(self._node_id))
             await _first(self._connected, self._hung_up, CONNECT_TIMEOUT_S)
             if not self._connected.is_set():
                 if self._client is not None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from orcaserve.cluster.figures import Buckets, FigureSet
 from orcaserve.engine.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestRefused, Unavailable
 from orcaserve.engine.messages import GenerateRequest, StepDeltas, StepPlan, StepResult
 from orcaserve.engine.stats import SchedulerStats
@@ -40,9 +41,79 @@ class ClusterStatus(msgspec.Struct, frozen=True):
     scheduler_pid: int
 
 
+class Event(msgspec.Struct, frozen=True, array_like=True):
+    """Something that an operator wants to know of; requests are not among it."""
+
+    seq: int
+    at_s: float  # on the scheduler's clock, as all times below
+    kind: str
+    text: str
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """When the scheduler did what for one step; `forward_s` and `sample_s` are rank 0's."""
+
+    plan_s: float
+    planned_s: float
+    sent_s: float
+    received_s: float
+    applied_s: float
+    published_s: float
+    forward_s: float
+    sample_s: float
+
+
+class StepSeen(msgspec.Struct, frozen=True, array_like=True):
+    """One step of one group, as the console draws it and the trace tells it."""
+
+    seq: int
+    group_id: int
+    step_id: int
+    step_s: float  # from being sent, or from the result of the step before it, to its own result
+    prefill: list[tuple[int, int]]  # slot, tokens
+    decode_slots: bytes  # int32
+    times: StepTimes
+
+
+class RankStep(msgspec.Struct, frozen=True, array_like=True):
+    """One step on one rank, on the rank's clock."""
+
+    seq: int
+    group_id: int
+    rank: int
+    step_id: int
+    began_s: float
+    ended_s: float
+
+
+class EngineLimits(msgspec.Struct, frozen=True, array_like=True):
+    """What the figures are to be held against."""
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+
+
+class View(msgspec.Struct, frozen=True, array_like=True):
+    """All that the scheduler can tell an operator: what `/metrics`, the console and the trace are made of."""
+
+    now_s: float
+    status: ClusterStatus
+    limits: EngineLimits
+    figures: FigureSet
+    last_minute: dict[str, Buckets]  # latencies of late, by name
+    seq: int  # of the newest step, rank step or event here: ask for what comes after it
+    steps: list[StepSeen]
+    rank_steps: list[RankStep]
+    events: list[Event]
+
+
 # Router replica -> scheduler
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """First message of a connection."""
+
+    node_id: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
@@ -58,7 +129,21 @@ class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     call_id: int
 
 
-FromRouter = Open | Submit | Abort | AskStatus
+class AskView(msgspec.Struct, frozen=True, array_like=True, tag="view"):
+    """With `after` also the steps and events that came after it; steps are recorded while somebody asks for them."""
+
+    call_id: int
+    after: int | None
+    traced: bool  # have the ranks report too
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
+    """What was added to this router's figures since its last report."""
+
+    figures: FigureSet
+
+
+FromRouter = Open | Submit | Abort | AskStatus | AskView | Report
 
 
 # Scheduler -> router replica
@@ -98,13 +183,22 @@ class StatusReply(msgspec.Struct, frozen=True, array_like=True, tag="status"):
     status: ClusterStatus
 
 
+class ViewReply(msgspec.Struct, frozen=True, array_like=True, tag="view"):
+    call_id: int
+    view: View
+
+
+class NodeLeaves(msgspec.Struct, frozen=True, array_like=True, tag="leaves"):
+    """The router's node is about to go: be ready for nothing new."""
+
+
 class Farewell(msgspec.Struct, frozen=True, array_like=True, tag="farewell"):
     """The service ends: what is still running will not be continued by anyone."""
 
     reason: str
 
 
-ToRouter = Welcome | Accepted | Refused | StepDeltas | StatusReply | Farewell
+ToRouter = Welcome | Accepted | Refused | StepDeltas | StatusReply | ViewReply | NodeLeaves | Farewell
 
 
 # Rank -> scheduler
@@ -124,12 +218,21 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     error: str
 
 
-FromRank = Hello | Done | Failed
+class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
+    """When a traced step ran, on the rank's clock; every rank says so."""
+
+    step_id: int
+    began_s: float
+    ended_s: float
+
+
+FromRank = Hello | Done | Timed | Failed
 
 
 # Scheduler -> rank
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     plan: StepPlan
+    traced: bool = False  # answer with Timed as well
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):

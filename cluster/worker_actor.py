@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,7 @@ import ray
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
-from orcaserve.cluster.wire import Done, Failed, Hello, Leave, ToRank
+from orcaserve.cluster.wire import Done, Failed, Hello, Leave, Timed, ToRank
 
 if TYPE_CHECKING:
     from orcaserve.workers.worker import Worker
@@ -114,7 +115,10 @@ class WorkerActor:
         try:
             link.send(hello)
             while not isinstance(message := link.recv(), Leave):
+                began_s = time.monotonic()
                 result = self._worker.step(message.plan)
+                if message.traced:
+                    link.send(Timed(message.plan.step_id, began_s, time.monotonic()))
                 if result is not None:
                     link.send(Done(result))
         except ChannelClosed:

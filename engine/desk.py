@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from heapq import heappop, heappush
 
 from orcaserve.engine.config import SchedulerConfig, check_config
@@ -77,6 +77,10 @@ class Desk:
         self._outbox.drop_stream(stream)
         for request in [r for r in self._ledger if r.stream == stream]:
             self._abort_choice(request)
+
+    def num_open(self, streams: Container[int]) -> int:
+        """Choices that these streams still wait for."""
+        return sum(request.stream in streams for request in self._ledger)
 
     def _abort_choice(self, request: Request) -> None:
         if request.state is State.FINISHED:
