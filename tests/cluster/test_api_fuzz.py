@@ -179,6 +179,7 @@ def test_mutated_bodies(server: LiveServer, neighbours: None) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 def test_mutated_bodies_at_length(server: LiveServer, neighbours: None) -> None:
     throw_mutations(server, 5000, seed=1)
 
@@ -215,6 +216,7 @@ def test_schemathesis_finds_no_5xx(server: LiveServer) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 def test_schemathesis_finds_no_5xx_in_2000_cases(server: LiveServer) -> None:
     assert run_schemathesis(server, 600) >= 2000
 
