@@ -1,4 +1,4 @@
-# make serve | make test | make check | make bench     (PORT= MODEL= ARGS=, PYTHON=)
+# make serve | make test | make check | make bench | make drill     (PORT= MODEL= ARGS=, PYTHON=)
 PYTHON ?= python3.11
 PORT ?= 8000
 MODEL ?= smollm2-135m
@@ -7,7 +7,7 @@ ARGS ?=
 venv := .venv
 bin := $(venv)/bin
 
-.PHONY: serve test check nightly bench clean
+.PHONY: serve test check nightly bench drill clean
 
 serve: $(venv)/.installed
 	@exec $(bin)/orcaserve serve $(MODEL) --port $(PORT) $(ARGS)
@@ -20,6 +20,10 @@ nightly: $(venv)/.installed
 
 bench: $(venv)/.installed
 	$(bin)/orcaserve loadtest bench $(ARGS)
+
+drill: $(venv)/.installed
+	$(bin)/orcaserve loadtest chaos --faults 200 $(ARGS)
+	$(bin)/orcaserve loadtest chaos --faults 20 --nodes 2 --kinds node_lost,worker_killed $(ARGS)
 
 check: $(venv)/.installed
 	$(bin)/ruff check .

@@ -193,6 +193,38 @@ def start(idle_s: Annotated[float, typer.Option(help="How long to watch the idle
 
 
 @loadtest_app.command()
+def chaos(
+    faults: Annotated[int, typer.Option(min=1, help="As many of each kind as can be.")] = 200,
+    seed: Seed = 0,
+    every: Annotated[float, typer.Option(help="A fault every so many seconds; 0: at random times.")] = 0.0,
+    users: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 12,
+    groups: Annotated[int, typer.Option(min=1)] = 2,
+    nodes: Annotated[int, typer.Option(help="Pretended nodes with a group each, which are lost too; 0: none.")] = 0,
+    kinds: Annotated[str, typer.Option(help="Only these kinds, such as worker_killed,client_closed.")] = "",
+    model: Annotated[str, typer.Option(help="smollm2-135m or a model folder.")] = "smollm2-135m",
+    url: Annotated[str, typer.Option(help="A float32 server that runs already; empty: start one.")] = "",
+    pid: Annotated[int, typer.Option(help="With --url: the process that all of that server is below.")] = 0,
+) -> None:
+    """Kill and stop parts of a server under load: is any stream lost, or other than its solo run?"""
+    import contextlib
+
+    from orcaserve.loadtest import chaos as drills
+    from orcaserve.loadtest.drill_site import drill_place
+    from orcaserve.loadtest.output import console, print_json, refusals
+
+    with refusals(), contextlib.ExitStack() as stack:
+        if bool(url) != bool(pid):
+            raise ValueError("url and pid: a server that runs already is named by both")
+        place = stack.enter_context(drill_place(model, groups, nodes, url, pid, seed))
+        options = drills.DrillOptions(
+            kinds=drills.parse_kinds(kinds, nodes), num_faults=faults, seed=seed, every_s=every, users=users
+        )
+        report = asyncio.run(drills.Drill(place.url, place.injector, options, console.print).run())
+    print_json(report)
+    raise typer.Exit(0 if report.passed else 1)
+
+
+@loadtest_app.command()
 def table(
     model: Annotated[str, typer.Option(help="smollm2-135m or a model folder.")] = "smollm2-135m",
     users: Annotated[int, typer.Option(min=1)] = 50,
