@@ -58,10 +58,16 @@ def reference_logits(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([list(ids)])).logits[0]
 
 
-@torch.inference_mode()
 def reference_greedy(model: Any, prompt: Sequence[int], num_tokens: int) -> list[int]:
     """Without its cache, so that nothing but the forward pass is compared."""
     ids = list(prompt)
     for _ in range(num_tokens):
-        ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+        ids.append(int(reference_logits(model, ids)[-1].argmax()))
     return ids[len(prompt) :]
+
+
+def assert_greedy(model: Any, prompt: Sequence[int], output: Sequence[int], num_tokens: int) -> None:
+    """`output` is reference_greedy's, token for token: each is the best after those before it. One forward pass."""
+    assert len(output) == num_tokens
+    logits = reference_logits(model, [*prompt, *output[:-1]])
+    assert logits[len(prompt) - 1 :].argmax(-1).tolist() == list(output)
