@@ -40,11 +40,14 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 
+    from orcaserve.cluster.auth import read_tenants
     from orcaserve.cluster.model_info import read_model_info
     from orcaserve.cluster.serve import StartFailed, run
 
     folder = _model_dir(resolved.model)
     try:
+        if resolved.tenants_file is not None:
+            read_tenants(resolved.tenants_file)
         info = read_model_info(folder, resolved.served_model_name, resolved.max_model_len)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
