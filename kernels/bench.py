@@ -22,6 +22,7 @@ from torch.nn import functional
 from orcaserve.kernels import cpu
 from orcaserve.kernels.batch import AttentionBatch
 from orcaserve.kernels.cpu.library import library
+from orcaserve.kernels.cpu.memory import huge_pages
 from orcaserve.kernels.decoder_layers import DecoderLayer, DecoderShape, NativeDecoder, decoder_layers_reference
 from orcaserve.kernels.linear import PackedWeight, linear, pack
 from orcaserve.kernels.paged_attention import gather_context, paged_attention
@@ -111,7 +112,7 @@ def fastest(run: Callable[[], object], repeats: int, budget_s: float = 4.0) -> f
 
 
 def measure_ceiling(repeats: int) -> Ceiling:
-    memory = torch.ones(512 << 20, dtype=torch.uint8)  # larger than the caches that a core has to itself
+    memory = huge_pages(512 << 20).fill_(1)  # larger than the caches that a core has to itself
     read_s = fastest(lambda: library().orca_read(memory.data_ptr(), memory.numel()), repeats)
     wanted = 4_000_000_000
     done = library().orca_multiply_adds(wanted)

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from orcaserve.kernels import cpu
 from orcaserve.kernels.cpu.library import DTYPES, library
+from orcaserve.kernels.cpu.memory import huge_pages
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -42,7 +43,7 @@ def pack(weight: Tensor) -> PackedWeight:
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     dtype = DTYPES[weight.dtype]
-    data = torch.empty(library().orca_packed_bytes(dtype, in_features, out_features), dtype=torch.uint8)
+    data = huge_pages(library().orca_packed_bytes(dtype, in_features, out_features))
     library().orca_pack(dtype, weight.data_ptr(), weight.stride(0), data.data_ptr(), in_features, out_features)
     return PackedWeight(out_features, in_features, weight.dtype, data, True)
 

@@ -24,6 +24,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "orca_kv_write": (None, [_I, _P, _L, _P, _L, _P, _P, _P, _L, _I, _I, _L]),
     "orca_copy_blocks": (None, [_P, _L, _L, _P, _L]),
     "orca_paged_attention": (None, [_I, _P, _L, _P, _P, _P, _P, _P, _P, _L, _L, _I, _I, _I, _L, _F, _I, _F]),
+    "orca_huge_pages": (None, [_P, _L]),
     "orca_read": (None, [_P, _L]),
     "orca_multiply_adds": (_L, [_L]),
     "orca_decoder_layers": (_I, [_P, _P, _P, _P]),

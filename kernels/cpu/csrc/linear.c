@@ -74,7 +74,7 @@ INLINE void tile(const struct linear *c, int64_t row, int64_t column, const char
     const int features = is_bf16 ? 2 : 1;
     const float *x = c->x + row * c->in_steps * features;
     for (int64_t step = 0; step < c->in_steps; step++) {
-        for (int line = 0; line < ahead_lines; line++) __builtin_prefetch(ahead + 64 * line, 0, 3);
+        for (int line = 0; line < ahead_lines; line++) __builtin_prefetch(ahead + 64 * line, 0, 2);
         ahead += ahead_step;
         vecu packed[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) packed[v] = (vecu)((const vecu_mem *)weight)[v];
