@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 # HAProxy's metrics and statistics pages listen on every interface in Ray's template, whatever the options say, and its
-# own refusals are turned into 500s. With its splice options, one in six clients that hung up on a whole (not streamed) answer
-# went unnoticed, and the request ran to its end; without them none did. This stands between Ray and HAProxy and mends the configuration, which is the
-# argument after -f.
+# own refusals are turned into 500s. With its splice options, one in six clients that hung up while they waited for a
+# whole (not streamed) answer went unnoticed, and the request ran to its end; without them, none of 48 did.
+# This stands between Ray and HAProxy and mends the configuration, which is the argument after -f.
 _HAPROXY_WRAPPER = """#!/bin/sh
 config= previous=
 for word in "$@"; do
