@@ -21,7 +21,7 @@ from orcaserve.cluster.app_prepare import Preparer
 from orcaserve.cluster.app_routes import create_routes
 from orcaserve.cluster.app_run import Engine
 from orcaserve.cluster.app_trace import Tracer, otlp_processor
-from orcaserve.cluster.auth import KeyRing, read_tenants
+from orcaserve.cluster.auth import KeyRing, read_keys, read_tenants
 from orcaserve.cluster.chat import ChatTemplate, read_special_tokens
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.text import TextCodec
@@ -38,7 +38,8 @@ class Surface:
 
     def __init__(self, config: AppConfig, model: ModelInfo, engine: Engine, *, behind_serve: bool = False) -> None:
         tenants = read_tenants(config.tenants_file) if config.tenants_file is not None else []
-        keys = KeyRing(config.api_key, tenants)
+        more_keys = read_keys(config.api_key_file) if config.api_key_file is not None else []
+        keys = KeyRing([*config.api_key, *more_keys], tenants)
         self.codec = TextCodec.from_file(model.tokenizer_file)
         self.grammars = GrammarChecker(model.tokenizer_file, model.vocab_size, config.grammar_timeout_s)
         template = None

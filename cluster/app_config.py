@@ -56,7 +56,12 @@ class AppConfig(ApiLimits):
     """Limits, and what a router needs to know beside the model."""
 
     api_key: ApiKeys = Field(default=(), repr=False, description="clients must present one of these; repeatable")
+    api_key_file: Path | None = Field(default=None, description="more such keys, one a line, as a Secret is mounted")
     tenants_file: Path | None = Field(default=None, description="YAML: tenants with their keys, weights and limits")
     log_format: Literal["text", "json"] = Field(default="text", description="of the line that each request leaves")
     log_prompts: bool = Field(default=False, description="put prompts into the log")
     otlp_endpoint: str | None = Field(default=None, description="send OpenTelemetry spans there, as http://host:4318")
+
+    @property
+    def wants_key(self) -> bool:
+        return bool(self.api_key) or self.api_key_file is not None or self.tenants_file is not None

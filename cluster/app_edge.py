@@ -104,7 +104,8 @@ class Edge:
 
         try:
             if call.path not in OPEN_PATHS:
-                call.tenant = self._keys.tenant_of([v for k, v in headers if k == b"authorization"])
+                credentials = [value for name, value in headers if name == b"authorization"]
+                call.tenant = self._keys.tenant_of(credentials, call.header(b"sec-fetch-site"))
             call.body = await self._read_body(call, receive)
             await self._app(scope, receive, answer)
         except RequestRefused as refused:
@@ -156,6 +157,8 @@ async def send_error(call: Call, refused: RequestRefused, send: Send) -> None:
     """An error as the whole answer."""
     call.notes["error"] = refused.code or type(refused).__name__
     headers = error_headers(refused)
+    if refused.status == 401 and call.path.startswith("/console"):
+        headers["www-authenticate"] = 'Basic realm="orcaserve: any name, and an API key as the password"'
     if refused.status in (408, 413):  # part of the body may still be on its way
         headers["connection"] = "close"
     await send_json(refused.status, msgspec.json.encode(error_body(refused)), send, headers)

@@ -13,7 +13,7 @@ from orcaserve.cluster.wire import View
 REPORT_EVERY_S = 1.0
 
 _ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/version"})
-_OPERATIONS = frozenset({"/health", "/ready", "/metrics", "/cluster", "/console", "/console/feed"})
+_OPERATIONS = frozenset({"/health", "/ready", "/metrics", "/cluster", "/console", "/console/feed", "/trace"})
 
 
 class RequestMetrics:

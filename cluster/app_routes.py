@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 
 import orcaserve
 from orcaserve.cluster import protocol_responses as responses
+from orcaserve.cluster.app_console import Console
 from orcaserve.cluster.app_edge import CALL, Call
 from orcaserve.cluster.app_generate import Generation, Generator
 from orcaserve.cluster.errors import MethodNotAllowed, ModelNotFound, NotFound, error_body, error_headers, parse_body
@@ -48,6 +49,7 @@ def create_routes(generator: Generator) -> FastAPI:
     app.include_router(_generation_routes(generator))
     app.include_router(_text_routes(generator))
     app.include_router(_status_routes(generator))
+    app.include_router(Console(generator.engine, generator.preparer.model.name).routes())
     app.add_exception_handler(RequestRefused, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.openapi = _openapi_of(app)  # type: ignore[method-assign]

@@ -3,6 +3,8 @@ compared in constant time, and never logged."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 import secrets
@@ -15,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from orcaserve.cluster.app_config import ApiKeys, hashed_key
 from orcaserve.cluster.errors import Unauthorized
 
+_OWN_PAGES = (b"", b"none", b"same-origin")
 OPEN_PATHS = frozenset({"/health", "/ready"})  # all else wants a key, where keys are configured
 
 
@@ -66,14 +69,18 @@ class KeyRing:
     def _digest(self, key_hash: bytes) -> bytes:
         return hmac.digest(self._salt, key_hash, hashlib.sha256)
 
-    def tenant_of(self, authorization: list[bytes]) -> Tenant:
+    def tenant_of(self, authorization: list[bytes], fetch_site: bytes = b"") -> Tenant:
         """The tenant behind a request's `Authorization` headers. Raises Unauthorized.
 
+        A browser sends HTTP Basic (the key is the password) by itself once it was typed in, also for a foreign page:
+        it counts only where the browser's own `Sec-Fetch-Site` says that no foreign page is behind the request.
         Every configured key is compared with, whatever the first ones say.
         """
         if not self._tenants:
             return Tenant()
         scheme, _, key = authorization[0].partition(b" ") if len(authorization) == 1 else (b"", b"", b"")
+        if scheme.lower() == b"basic" and fetch_site in _OWN_PAGES:
+            scheme, key = b"bearer", _password(key)
         if scheme.lower() != b"bearer" or not key.strip():
             raise Unauthorized("This server wants one header 'Authorization: Bearer KEY'.")
         digest = self._digest(hashlib.sha256(key.strip()).digest())
@@ -84,6 +91,25 @@ class KeyRing:
         if found is None:
             raise Unauthorized("The API key is not known here.")
         return found
+
+
+def read_keys(file: Path) -> list[str]:
+    """One key a line, as a Secret is mounted. Raises ValueError that names the file, but no key."""
+    try:
+        keys = file.read_text().split()
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
+    if not keys:
+        raise ValueError(f"{file}: there is no key in it")
+    return [hashed_key(key) for key in keys]
+
+
+def _password(credentials: bytes) -> bytes:
+    """What stands behind the colon of HTTP Basic's credentials; nothing where they are none."""
+    try:
+        return base64.b64decode(credentials.strip(), validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
 
 
 def read_tenants(path: Path) -> list[TenantEntry]:

@@ -34,7 +34,7 @@ def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> in
     started_s = time.monotonic()
     if not port_is_free(config.host, config.port):
         raise StartFailed(f"--port: {config.host}:{config.port} is in use")
-    if not config.on_loopback and not config.api_key and config.tenants_file is None:
+    if not config.on_loopback and not config.wants_key:
         say(f"warning: {config.host} can be reached from other machines and there is no --api-key")
     local = None if config.ray_address else LocalRay()
     if local is not None:
@@ -195,7 +195,7 @@ def _greeting(config: ServeConfig, model: ModelInfo) -> str:
         "messages": [{"role": "user", "content": "What is the capital of Germany?"}],
         "temperature": 0,
     }
-    key = ' -H "Authorization: Bearer $ORCASERVE_API_KEY"' if config.api_key or config.tenants_file else ""
+    key = ' -H "Authorization: Bearer $ORCASERVE_API_KEY"' if config.wants_key else ""
     return (
         f"orcaserve serves {model.name} at {_url(config)}/v1; try:\n"
         f"curl {_url(config)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'"
