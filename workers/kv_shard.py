@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from orcaserve.kernels import cpu
 from orcaserve.workers.config import WorkerConfig
 from orcaserve.workers.errors import NotEnoughMemory
 from orcaserve.workers.models.config import ModelConfig
@@ -40,9 +41,16 @@ class KvShape:
 
 
 def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory page by page as they are written to; torch.zeros would write 4 GiB at the start."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    """Zeros that take memory page by page as they are written to; torch.zeros would write 4 GiB at the start.
+
+    Huge pages, where the system has them: blocks lie scattered, and looking up their addresses took a fifth of a decode
+    step's attention.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    zeros = torch.frombuffer(memory, dtype=dtype).view(shape)
+    if cpu.available():
+        cpu.advise_huge_pages(zeros)
+    return zeros
 
 
 def num_cpu_blocks(config: WorkerConfig, shape: KvShape) -> int:

@@ -1,6 +1,7 @@
 """Native CPU kernels: plain C, compiled by the system's compiler at the first start, called through ctypes."""
 
 from orcaserve.kernels.cpu.library import available, num_threads, set_num_threads
+from orcaserve.kernels.cpu.memory import advise_huge_pages
 from orcaserve.kernels.cpu.ops import (
     copy_blocks,
     gelu_tanh_mul,
@@ -13,6 +14,7 @@ from orcaserve.kernels.cpu.ops import (
 from orcaserve.kernels.cpu.sampling import sample, token_logprobs, uniform
 
 __all__ = [
+    "advise_huge_pages",
     "available",
     "copy_blocks",
     "gelu_tanh_mul",
