@@ -249,7 +249,7 @@ class Preparer:
 
 
 class _PartBuilder:
-    """Cuts a job into messages to the engine: one a prompt, unless its choices must be stopped one by one."""
+    """Cuts a job into messages to the engine: one a prompt, or one a choice that goes on from a broken stream."""
 
     def __init__(
         self,
@@ -281,10 +281,6 @@ class _PartBuilder:
                 if str(choice.index) in self._resumed:
                     self._known.add(str(choice.index))
                     self._resume(prompt, ids, sampling, k, choice, self._resumed[str(choice.index)])
-        elif self._num_best > 1 and self._stops:
-            # The engine ends a request as a whole, and a stop string is found here, for one choice at a time.
-            for k, choice in choices.items():
-                self._part(prompt, ids, sampling, {k: choice})
         else:
             self._part(prompt, ids, sampling, choices)
 

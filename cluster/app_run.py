@@ -21,6 +21,8 @@ class DeltaStream(Protocol):
 
     async def __anext__(self) -> TokenDelta: ...
 
+    def abort(self, choice_index: int) -> None: ...
+
     async def aclose(self) -> None: ...
 
 
@@ -45,7 +47,7 @@ class Run:
     def __init__(self, job: Job, engine: Engine) -> None:
         self.job = job
         self._engine = engine
-        self._streams: list[DeltaStream] = []
+        self._streams: dict[str, DeltaStream] = {}  # by the part's request id
         self._pumps: list[asyncio.Task[None]] = []
         self.num_prompt_tokens = sum(map(len, job.prompts))
         self.num_cached_tokens = 0
@@ -72,13 +74,11 @@ class Run:
             return
         try:
             for part in self.job.parts:
-                self._streams.append(await self._submitted(part))
+                self._streams[part.request.request_id] = await self._submitted(part)
             source = self._single if len(self._streams) == 1 else self._merged
             async for part, delta in source():
                 for piece in self._pieces_of(part, delta):
                     yield piece
-                if all(choice.finished for choice in part.choices.values()) and len(self.job.parts) == 1:
-                    return
         finally:
             await self.close()
 
@@ -86,7 +86,7 @@ class Run:
         """Abort what is left."""
         for pump in self._pumps:
             pump.cancel()
-        for stream in self._streams:
+        for stream in self._streams.values():
             await stream.aclose()
 
     async def _submitted(self, part: Part) -> DeltaStream:
@@ -99,7 +99,7 @@ class Run:
 
     async def _single(self) -> AsyncIterator[tuple[Part, TokenDelta]]:
         [part] = self.job.parts
-        async for delta in self._streams[0]:
+        async for delta in self._streams[part.request.request_id]:
             yield part, delta
 
     async def _merged(self) -> AsyncIterator[tuple[Part, TokenDelta]]:
@@ -109,14 +109,12 @@ class Run:
             try:
                 async for delta in stream:
                     arrived.put_nowait((part, delta))
-                    if all(choice.finished for choice in part.choices.values()):
-                        break
                 arrived.put_nowait((part, None))
             except RequestRefused as refused:
                 arrived.put_nowait((part, refused))
 
-        for part, stream in zip(self.job.parts, self._streams, strict=True):
-            self._pumps.append(asyncio.create_task(pump(part, stream)))
+        for part in self.job.parts:
+            self._pumps.append(asyncio.create_task(pump(part, self._streams[part.request.request_id])))
         num_open = len(self._pumps)
         while num_open:
             part, delta = await arrived.get()
@@ -172,6 +170,7 @@ class Run:
         stop_reason: int | str | None = None
         if decoder.stopped is not None:
             finish, stop_reason = "stop", decoder.stopped
+            self._streams[part.request.request_id].abort(delta.choice_index)
         elif finish is not None:
             text += decoder.finish()
             if delta.stop_token_id is not None and delta.stop_token_id in part.request.sampling.stop_token_ids:

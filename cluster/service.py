@@ -216,7 +216,7 @@ class SchedulerService:
         elif isinstance(message, Submit):
             self._submit(peer, message)
         elif isinstance(message, Abort):
-            self.scheduler.abort(message.request_id)
+            self.scheduler.abort(message.request_id, message.choice_index)
             self._pump_soon()
         elif isinstance(message, AskStatus):
             self._routers.send(peer, StatusReply(message.call_id, self._status()))

@@ -86,9 +86,12 @@ class _Held:
 class Deltas(AsyncIterator[TokenDelta]):
     """The deltas of one request, over all its choices, each until its finish reason. `aclose` aborts what is left."""
 
-    def __init__(self, held: _Held, forget: Callable[[_Held], None]) -> None:
+    def __init__(
+        self, held: _Held, forget: Callable[[_Held], None], forget_choice: Callable[[_Held, int], None]
+    ) -> None:
         self._held = held
         self._forget = forget
+        self._forget_choice = forget_choice
 
     async def __anext__(self) -> TokenDelta:
         held = self._held
@@ -101,6 +104,10 @@ class Deltas(AsyncIterator[TokenDelta]):
             finally:
                 held.reader = None
         return held.arrived.popleft()
+
+    def abort(self, choice_index: int) -> None:
+        """Nothing more of this choice; the others go on."""
+        self._forget_choice(self._held, choice_index)
 
     async def aclose(self) -> None:
         self._forget(self._held)
@@ -159,7 +166,7 @@ class EngineStream:
         except BaseException:
             self._forget(held)
             raise
-        return Deltas(held, self._forget)
+        return Deltas(held, self._forget, self._forget_choice)
 
     async def status(self, timeout_s: float = 2.0) -> ClusterStatus:
         """Raises Unavailable when the scheduler does not answer in time."""
@@ -226,6 +233,20 @@ class EngineStream:
         held.wire_ids = []
         held.wake()
 
+    def _forget_choice(self, held: _Held, choice_index: int) -> None:
+        choice = held.choices[choice_index - held.request.choice_index]
+        if choice.finished:
+            return
+        choice.finished = True
+        for wire_id in held.wire_ids:
+            if self._held[wire_id][1] is choice:  # it was said again, under a name of its own
+                self._send(Abort(wire_id))
+            elif self._held[wire_id][1] is None:
+                self._send(Abort(wire_id, choice_index))
+        if held.done:
+            self._release(held)
+            held.wake()
+
     # Receiving
 
     def _on_message(self, message: ToRouter) -> None:
@@ -259,6 +280,8 @@ class EngineStream:
         held, choice = entry
         if choice is None:
             choice = held.choices[delta.choice_index - held.request.choice_index]
+        if choice.finished:
+            return  # aborted a moment ago
         choice.ids.extend(delta.token_ids)
         if delta.request_id != held.request.request_id:
             delta = _as_continued(delta, held.request.request_id, choice.started)

@@ -123,6 +123,7 @@ class Submit(msgspec.Struct, frozen=True, array_like=True, tag="submit"):
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     request_id: str
+    choice_index: int | None = None  # this one alone: its stop string came
 
 
 class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag="status"):

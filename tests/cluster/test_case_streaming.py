@@ -170,7 +170,9 @@ def test_streams_and_whole_answers_agree_for_each_choice(server: LiveServer, pat
 
 
 def test_a_stop_string_ends_one_choice_and_not_the_others(server: LiveServer) -> None:
+    steps = server.worker.num_steps
     answer = server.complete("Count:", n=3, stop=["1  one two three"], max_tokens=12).json()
+    assert server.worker.num_steps - steps <= 16  # one prompt, and the choices side by side
     texts = [choice["text"] for choice in answer["choices"]]
     assert texts == [
         " one two three four five six seven eight nine ten eleven twelve",

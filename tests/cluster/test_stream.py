@@ -182,6 +182,30 @@ def test_closing_aborts_and_frees_at_once(counting_ranks: Callable[..., Counting
     run(test)
 
 
+def test_one_choice_is_aborted_and_the_others_go_on(counting_ranks: Callable[..., CountingRank]) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            await here.group()
+            stream = await here.stream()
+            deltas = await stream.submit(request("n", [5, 6, 7], 1900, n=3))
+            deltas.abort(1)
+            stats = here.service.scheduler.stats
+            await eventually(lambda: stats().running + stats().waiting == 2)
+            here.restart()  # the two that are left are said again under names of their own
+            await here.group(incarnation="b")
+            await eventually(lambda: stream.num_held == 1 and here.service.scheduler.stats().running == 2)
+            deltas.abort(2)
+            await eventually(lambda: here.service.scheduler.stats().running == 1)
+            ids: list[int] = []
+            async for delta in deltas:
+                if delta.choice_index == 0:
+                    ids.extend(delta.token_ids)
+            assert ids == counted_tokens([5, 6, 7], 1900, 0)
+            assert stream.num_held == 0
+
+    run(test)
+
+
 def test_cancelling_a_submission_aborts_it(counting_ranks: Callable[..., CountingRank]) -> None:
     async def test() -> None:
         async with stage(counting_ranks) as here:
