@@ -95,6 +95,17 @@ struct tile {
     const char *rows[TILE];
 };
 
+// Touches the first lines of each run of rows, so that the hardware sees where a stream begins and brings the rest into
+// the second-level cache. A core alone has too few line buffers to fetch all lines one by one (measured: 12.2 ms by
+// lines alone, 9.9 ms with this, for 94 MB of scattered blocks of 2 KiB).
+static void announce(const struct tile *tile) {
+    for (int row = 0; row < TILE; row += 16)
+        for (int line = 0; line < 4; line++) {
+            __builtin_prefetch(tile->rows[row] + 64 * line, 0, 2);
+            __builtin_prefetch(tile->rows[row] + 64 * line + tile->values, 0, 2);
+        }
+}
+
 // `rows` rows of scores become softmax weights, in place. Row i sees the keys [low[i], high[i]) of the tile. `top` and
 // `sum` go on; what was accumulated before must be multiplied by `correction`.
 static void weigh(const struct attention *c, float *scores, int rows, const int *low, const int *high, float *top,

@@ -2,16 +2,10 @@
 
 // keys[step][TILE]: the tile's keys turned round, so that a vector holds one step of LANES keys. A step is one element
 // of the head as float, or with PAIRS two elements as they are.
-// On the way the keys and values of the tile that comes next are fetched.
-INLINE void NAME(turn_keys)(const struct tile *tile, const struct tile *ahead, int padded, uint32_t *keys) {
+INLINE void NAME(turn_keys)(const struct tile *tile, int padded, uint32_t *keys) {
     const int per_step = PAIRS ? 2 : 1;
     for (int token = 0; token < tile->count; token += LANES)  // whatever is left behind the context is masked later
         for (int d = 0; d < padded; d += LANES * per_step) {
-            for (int i = 0; i < LANES; i++) {
-                const char *next = ahead->rows[token + i] + d * sizeof(T);
-                __builtin_prefetch(next, 0, 3);
-                __builtin_prefetch(next + ahead->values, 0, 3);
-            }
             uint32_t *to = keys + d / per_step * TILE + token;
 #if PAIRS || IS_FLOAT
             transpose_rows(tile->rows + token, d * sizeof(T), to, TILE);
@@ -50,8 +44,8 @@ INLINE void NAME(score)(const float *q, int padded, const uint32_t *keys, float 
 }
 
 // acc[rows][columns of values from `column` on] = acc * correction + weights . values. With PAIRS 2 * LANES columns are
-// kept as the even ones, then the odd ones.
-INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int padded, const float *weights,
+// kept as the even ones, then the odd ones. On the way the keys and values of the tile `ahead` are fetched.
+INLINE void NAME(add_values)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
                              const float *correction, float *acc, int rows, int vecs) {
     vecf a[ROWS][4];
     for (int r = 0; r < rows; r++)
@@ -59,6 +53,11 @@ INLINE void NAME(add_values)(const struct tile *tile, int count, int column, int
             a[r][v] = load_f32(acc + r * padded + column + v * LANES) * vec_set(correction[r]);
     for (int token = 0; token < count; token++) {
         const T *row = (const T *)(tile->rows[token] + tile->values) + column;
+        const char *next = ahead->rows[token] + column * sizeof(T);
+        for (int line = 0; line < vecs * LANES * (int)sizeof(T); line += 64) {
+            __builtin_prefetch(next + line, 0, 3);
+            __builtin_prefetch(next + line + ahead->values, 0, 3);
+        }
         vecf x[4];
         for (int v = 0; v < vecs; v++) {
 #if PAIRS
@@ -91,24 +90,24 @@ static void NAME(score_rows)(const float *q, int padded, const uint32_t *keys, f
     }
 }
 
-static void NAME(add_four)(const struct tile *tile, int count, int column, int padded, const float *weights,
+static void NAME(add_four)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
                            const float *correction, float *acc, int rows) {
     switch (rows) {
 #define CASE(n)                                                                                   \
     case n:                                                                                       \
-        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 4); \
+        NAME(add_values)(tile, ahead, count, column, padded, weights, correction, acc, n, 4); \
         break;
         ROWS_CASES(CASE)
 #undef CASE
     }
 }
 
-static void NAME(add_two)(const struct tile *tile, int count, int column, int padded, const float *weights,
+static void NAME(add_two)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
                           const float *correction, float *acc, int rows) {
     switch (rows) {
 #define CASE(n)                                                                                   \
     case n:                                                                                       \
-        NAME(add_values)(tile, count, column, padded, weights, correction, acc, n, 2); \
+        NAME(add_values)(tile, ahead, count, column, padded, weights, correction, acc, n, 2); \
         break;
         ROWS_CASES(CASE)
 #undef CASE
@@ -166,8 +165,9 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
             else
                 ahead = tile;
         }
+        announce(ahead);
         if (padded != c->head_dim) NAME(pad_tile)(c, tile, (char *)(scores + ROWS * TILE));
-        NAME(turn_keys)(tile, ahead, padded, keys);
+        NAME(turn_keys)(tile, padded, keys);
         for (int64_t r = 0; r < rows; r += ROWS) {
             const int n = rows - r < ROWS ? (int)(rows - r) : ROWS;
             const int64_t last_position = position + (r + n - 1) / c->group;
@@ -185,9 +185,10 @@ static void NAME(attend)(const struct attention *c, const struct item *item, int
             float *acc = state.acc + r * padded;
             int column = 0;
             for (; column + 4 * LANES <= padded; column += 4 * LANES)
-                NAME(add_four)(tile, count, column, padded, scores, correction, acc, n);
+                NAME(add_four)(tile, ahead, count, column, padded, scores, correction, acc, n);
             for (; column < padded; column += 2 * LANES)
-                NAME(add_two)(tile, count, column, padded, scores, correction, acc, n);
+                NAME(add_two)(tile, ahead, count, column, padded, scores, correction, acc, n);
+            ahead = tile;  // fetched by now
         }
     }
 }
