@@ -55,10 +55,16 @@ class Fleet:
                 staying.append(self._add(group_id, {}))
         staying.sort(key=lambda group: (group.state == "ready", -group.group_id))
         for group in staying[: len(staying) - num_groups]:
-            retirement = asyncio.get_running_loop().create_task(self._retire(group))
-            self._retirements.add(retirement)
-            retirement.add_done_callback(self._retirements.discard)
-            retirement.add_done_callback(_report_bug)
+            self._retire_soon(group, self._config.drain_timeout_s)
+
+    def leave_node(self, node_id: str, drain_s: float) -> int:
+        """Replace the groups that have a rank on this node; returns how many of them are still there."""
+        here = [group for group in self.groups.values() if node_id in group.status().node_ids]
+        for group in here:
+            if group.state != "draining":
+                self._add(next(i for i in range(len(self.groups) + 1) if i not in self.groups), {})
+                self._retire_soon(group, drain_s)
+        return len(here)
 
     def on_group_lost(self, group_id: int, reason: str) -> None:
         if not self._lost[group_id].done():
@@ -91,14 +97,21 @@ class Fleet:
             self.num_losses += 1
             await group.stop()
 
-    async def _retire(self, group: Group) -> None:
-        """Let what it runs finish for a while; the rest moves to other groups."""
+    def _retire_soon(self, group: Group, drain_s: float) -> None:
         was_ready = group.state == "ready"
         group.state = "draining"
+        retirement = asyncio.get_running_loop().create_task(self._retire(group, was_ready, drain_s))
+        self._retirements.add(retirement)
+        retirement.add_done_callback(self._retirements.discard)
+        retirement.add_done_callback(_report_bug)
+
+    async def _retire(self, group: Group, was_ready: bool, drain_s: float) -> None:
+        """Let what it runs finish for a while; the rest moves to other groups."""
+        self._service.observer.note("group draining", f"group {group.group_id}")
         if was_ready:
             self._service.drain_group(group.group_id)
             loop = asyncio.get_running_loop()
-            deadline_s = loop.time() + self._config.drain_timeout_s
+            deadline_s = loop.time() + drain_s
             while self._service.num_running(group.group_id) and loop.time() < deadline_s:
                 await asyncio.sleep(_DRAIN_POLL_S)
         self._keepers.pop(group.group_id).cancel()
@@ -157,6 +170,7 @@ class Fleet:
 
     async def _give_up(self, group: Group, reason: str) -> None:
         logger.error("group %d: %s", group.group_id, reason)
+        self._service.observer.note("group failed", f"group {group.group_id}: {reason}")
         group.state = "dead"
         group.error = reason
         self._service.close_group(group.group_id)

@@ -59,6 +59,15 @@ class SchedulerActor:
         await self._begun
         self._fleet.resize(num_groups)
 
+    async def leave_node(self, node_id: str, drain_s: float) -> int:
+        """A node goes: its groups are replaced elsewhere, its routers get ready for the end. May be said again.
+
+        Returns how many groups and open choices are there still.
+        """
+        await self._begun
+        self._service.leave_node(node_id)
+        return self._fleet.leave_node(node_id, drain_s) + self._service.num_open_on(node_id)
+
     async def stop(self, drain_s: float) -> bool:
         """Let what runs finish for `drain_s`, then end everything. True when nothing was cut off."""
         finished = await self._service.drain(drain_s)
@@ -79,6 +88,8 @@ class SchedulerActor:
             wanted = autoscaler.decide(load_of(stats, time.monotonic(), fleet.num_wanted, self._config.max_num_seqs))
             if wanted != fleet.num_wanted:
                 logger.info("scaling from %d to %d groups: %s", fleet.num_wanted, wanted, autoscaler.reason)
+                change = f"from {fleet.num_wanted} to {wanted} groups: {autoscaler.reason}"
+                self._service.observer.note("scaling", change)
                 fleet.resize(wanted)
 
     def _status(self) -> ClusterStatus:
@@ -154,7 +165,7 @@ def connect(application: str) -> EngineStream:
         except (ValueError, ray.exceptions.RayError) as error:
             raise ConnectionError(str(error)) from error
 
-    return EngineStream(locate)
+    return EngineStream(locate, ray.get_runtime_context().get_node_id())
 
 
 def resolve_device(device: Literal["auto", "cpu", "cuda"]) -> Device:

@@ -13,6 +13,7 @@ import typer
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
+from orcaserve.cluster.cli import chat, drain, status, trace
 from orcaserve.cluster.config import ConfigError, ServeConfig
 from orcaserve.loadtest.cli import loadtest_app, simulate_app
 
@@ -129,6 +130,8 @@ def _plain(annotation: Any, is_memory: bool) -> Any:
 
 
 app.command("serve")(_with_options(_serve))
+for command in (status, chat, trace, drain):
+    app.command()(command)
 app.add_typer(loadtest_app, name="loadtest")
 app.add_typer(simulate_app, name="simulate")
 

@@ -1,0 +1,74 @@
+"""Emptying one node before it goes, from a process on that node: what a pod runs before it is stopped."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from orcaserve.cluster.group import NAMESPACE
+from orcaserve.cluster.scheduler_actor import scheduler_actor_name
+
+_POLL_S = 0.5
+_LAST_BYTES_S = 1.0  # what the engine has ended is still on its way to the client
+
+
+class DrainFailed(Exception):
+    """There is no Ray here; the message is for the operator."""
+
+
+def drain_this_node(ray_address: str, application: str, timeout_s: float, say: Callable[[str], None]) -> int:
+    """Ray places nothing new here, Serve moves its routers, groups move elsewhere and streams end.
+
+    Returns how many groups and streams were left when the time was up. Raises DrainFailed.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise DrainFailed(f"no Ray at {ray_address}: {error}") from None
+    try:
+        node_id = ray.get_runtime_context().get_node_id()
+        say(f"draining node {node_id[:8]}")
+        if refusal := _keep_new_work_away(node_id, timeout_s):
+            say(f"Ray still places work here: {refusal}")
+        left = 0
+        while True:
+            try:
+                scheduler = ray.get_actor(scheduler_actor_name(application), NAMESPACE)
+                left = ray.get(
+                    scheduler.leave_node.remote(node_id, max(0.0, deadline_s - time.monotonic())), timeout=10
+                )
+            except ValueError:
+                say(f"no application {application!r} is served here")
+                return 0
+            except RayError as error:  # a new one is under way; it must be told again
+                say(f"the scheduler does not answer: {type(error).__name__}")
+            else:
+                if not left:
+                    time.sleep(min(_LAST_BYTES_S, max(0.0, deadline_s - time.monotonic())))
+                    return 0
+            if time.monotonic() > deadline_s:
+                return left
+            time.sleep(_POLL_S)
+    finally:
+        ray.shutdown()
+
+
+def _keep_new_work_away(node_id: str, timeout_s: float) -> str:
+    """Tell Ray that this node will be gone; returns why it will not have it. `ray drain-node` does the same."""
+    import ray
+    from ray import _raylet
+    from ray.core.generated import autoscaler_pb2
+
+    raylet: Any = _raylet
+    messages: Any = autoscaler_pb2
+    client = raylet.GcsClient(address=ray.get_runtime_context().gcs_address)
+    deadline_ms = time.time_ns() // 10**6 + int(timeout_s * 1000)
+    reason = messages.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    accepted, refusal = client.drain_node(node_id, reason, "orcaserve drain", deadline_ms)
+    return "" if accepted else refusal
