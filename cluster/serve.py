@@ -77,6 +77,7 @@ class _Service:
             ray.init(address=config.ray_address, namespace="orcaserve", log_to_driver=False)
         else:
             ray.init(
+                address="local",  # not one that RAY_ADDRESS or `ray start` have left here
                 num_cpus=max(os.cpu_count() or 1, config.groups * config.tensor_parallel_size + 1),
                 include_dashboard=False,
                 object_store_memory=100 * 2**20,
