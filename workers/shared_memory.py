@@ -21,7 +21,7 @@ from orcaserve.workers.sharding import even_span
 
 MAX_RANKS = 32  # as in kernels/cpu/csrc/shared_memory.c
 BUFFER_BYTES = 1 << 20  # of one rank and generation: larger tensors pass in pieces that stay in the cache
-NUM_SPINS = 20_000  # looks at a peer's mark before sleeping, about 0.3 ms
+NUM_SPINS = 2_000  # looks at a peer's mark before sleeping, about 0.1 ms: longer ones starve who else needs the core
 
 
 class _Group(ctypes.Structure):
