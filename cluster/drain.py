@@ -36,7 +36,7 @@ def drain_this_node(ray_address: str, application: str, timeout_s: float, say: C
         say(f"draining node {node_id[:8]}")
         if refusal := _keep_new_work_away(node_id, timeout_s):
             say(f"Ray still places work here: {refusal}")
-        left = 0
+        left: int = 0
         while True:
             try:
                 scheduler = ray.get_actor(scheduler_actor_name(application), NAMESPACE)

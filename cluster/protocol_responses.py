@@ -195,7 +195,8 @@ class GroupResponse(ResponseModel):
     state: str
     phase: str = ""
     num_kv_blocks: int = 0
-    error: str = ""
+    node_ids: list[str] = []  # of its ranks
+    error: str = ""  # why it died last
 
 
 class ClusterStatusResponse(ResponseModel):
