@@ -95,11 +95,13 @@ INLINE float vec_top(vecf v) {
 }
 
 // exp(x) within 2 units in the last place: x = n ln 2 + r, a polynomial for exp(r) (coefficients of the Taylor series
-// suffice for |r| <= ln 2 / 2 in float32), times 2^n. exp(0) is exactly 1, exp(-infinity) exactly 0; NaN stays NaN, for
+// suffice for |r| <= ln 2 / 2 in float32), times 2^n. exp(0) is exactly 1. Below -87.3, where the result would no longer
+// be a normal number, it is exactly 0: one masked score would else cost a hundred cycles of microcode. NaN stays NaN, for
 // vec_max and vec_min return their second operand when it is one.
 INLINE vecf vec_exp(vecf x) {
     const vecf shift = vec_set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    vecf y = vec_min(vec_set(90.0f), vec_max(vec_set(-110.0f), x));
+    const vecf least = vec_set(-87.3f);
+    vecf y = vec_min(vec_set(88.37f), vec_max(least, x));
     vecf shifted = vec_fma(y, vec_set(1.44269504f), shift);
     vecf n = shifted - shift;
     vecf r = vec_fma(n, vec_set(-0.693145752f), y);
@@ -111,10 +113,11 @@ INLINE vecf vec_exp(vecf x) {
     p = vec_fma(p, r, vec_set(1.0f));
     p = vec_fma(p, r, vec_set(1.0f));
 #if VEC512
-    return (vecf)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else  // 2^n as the product of two powers, each of which has an exponent that fits
-    veci whole = (veci)shifted - (veci)shift, half = whole >> 1;
-    return p * (vecf)((half + 127) << 23) * (vecf)((whole - half + 127) << 23);
+    const __mmask16 keep = _mm512_cmp_ps_mask((__m512)x, (__m512)least, _CMP_NLT_UQ);
+    return (vecf)_mm512_maskz_scalef_ps(keep, (__m512)p, (__m512)n);
+#else
+    veci exponent = ((veci)shifted - (veci)shift) + 127;
+    return (vecf)(~(x < least) & (veci)(p * (vecf)(exponent << 23)));
 #endif
 }
 
