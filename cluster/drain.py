@@ -36,13 +36,12 @@ def drain_this_node(ray_address: str, application: str, timeout_s: float, say: C
         say(f"draining node {node_id[:8]}")
         if refusal := _keep_new_work_away(node_id, timeout_s):
             say(f"Ray still places work here: {refusal}")
-        left: int = 0
+        left: Any = 0
         while True:
             try:
-                scheduler = ray.get_actor(scheduler_actor_name(application), NAMESPACE)
-                left = ray.get(
-                    scheduler.leave_node.remote(node_id, max(0.0, deadline_s - time.monotonic())), timeout=10
-                )
+                scheduler: Any = ray.get_actor(scheduler_actor_name(application), NAMESPACE)
+                remaining_s = max(0.0, deadline_s - time.monotonic())
+                left = ray.get(scheduler.leave_node.remote(node_id, remaining_s), timeout=10)
             except ValueError:
                 say(f"no application {application!r} is served here")
                 return 0
