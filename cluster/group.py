@@ -144,6 +144,8 @@ class Group:
         self._whereabouts = await asyncio.gather(*(w.whereabouts.remote() for w in self._workers))
 
     async def _load(self) -> None:
+        self.phase = "fetching the model"
+        await self._workers[0].find_model.remote()
         self.phase = "loading weights"
         init_method = await self._workers[0].rendezvous.remote()
         blocks = await asyncio.gather(*(w.load.remote(init_method) for w in self._workers))

@@ -69,23 +69,6 @@ def read_model_info(
     )
 
 
-def find_model_dir(model: str) -> Path:
-    """The directory of a local path or, where a hub is reachable or its cache has it, of a hub id."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists() or "/" not in model or model.startswith((".", "/", "~")):
-        raise ModelNotFound(f"{model} is neither a model directory nor a hub id")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
-    try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelNotFound(f"cannot get {model} from the hub: {' '.join(str(error).split())[:200]}") from None
-
-
 def _read_json(file: Path, optional: bool = False) -> dict[str, Any]:
     try:
         return json.loads(file.read_text())

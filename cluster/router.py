@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from orcaserve.cluster.app import Asgi, Surface, log_to_stderr
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.local import keep_replica_on_loopback
-from orcaserve.cluster.model_info import find_model_dir, read_model_info
+from orcaserve.cluster.model_info import read_model_info
 from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler, resolve_device
+from orcaserve.cluster.worker_actor import find_model_here
 
 
 class Router:
@@ -19,7 +22,7 @@ class Router:
     def __init__(self, config: ServeConfig) -> None:
         if ray.util.get_node_ip_address() == "127.0.0.1":
             keep_replica_on_loopback()
-        model = read_model_info(find_model_dir(config.model), config.served_model_name, config.max_model_len)
+        model = read_model_info(find_model(config.model), config.served_model_name, config.max_model_len)
         ensure_scheduler(config, model, resolve_device(config.device))
         self._engine = connect(config.name)
         self._surface = Surface(config, model, self._engine, behind_serve=True)
@@ -34,3 +37,12 @@ class Router:
         self._starting.cancel()
         await self._engine.close()
         await self._surface.close()
+
+
+def find_model(model: str) -> Path:
+    """Its directory on this node. What is no directory yet is left to a task: that may bring torch into its process."""
+    if Path(model).is_dir():
+        return Path(model)
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    task = ray.remote(find_model_here).options(num_cpus=0, scheduling_strategy=here)
+    return Path(ray.get(task.remote(model)))

@@ -29,6 +29,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+def find_model_here(model: str) -> str:
+    """The directory of a model on this node, fetched or converted first where it must be. Raises WorkerError."""
+    from orcaserve.workers.model_dir import find_model
+
+    return str(find_model(model).resolve())
+
+
 class WorkerActor:
     """A shell around workers.Worker. All of the worker's work is done by one thread of its own."""
 
@@ -47,6 +54,10 @@ class WorkerActor:
     async def whereabouts(self) -> tuple[str, int]:
         """Node id and process id."""
         return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    async def find_model(self) -> None:
+        """Have the model's files on this node; the other ranks are here too."""
+        await self._in_thread(find_model_here, self._config.model)
 
     async def rendezvous(self) -> str:
         """Where rank 0 will meet the others."""
@@ -89,7 +100,7 @@ class WorkerActor:
 
         options = self._config
         worker_config = WorkerConfig(
-            model_dir=self._model.model_dir,
+            model_dir=find_model_here(options.model),
             tensor_parallel_size=options.tensor_parallel_size,
             dtype=options.dtype,
             device=self._device,

@@ -52,8 +52,10 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
         info = read_model_info(folder, resolved.served_model_name, resolved.max_model_len)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if resolved.ray_address is None:  # else the name goes to nodes where this directory may not be
+        resolved = resolved.model_copy(update={"model": str(folder)})
     try:
-        code = run(resolved.model_copy(update={"model": str(folder)}), info, _say)
+        code = run(resolved, info, _say)
     except StartFailed as error:
         _say(f"error: {error}")
         code = 1
@@ -62,17 +64,12 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
 
 def _model_dir(model: str) -> Path:
     """A directory, whatever was named: a directory, a GGUF file, a packaged model or a hub id."""
-    from orcaserve.cluster.model_info import ModelNotFound, find_model_dir
-    from orcaserve.workers import demo, gguf
     from orcaserve.workers.errors import WorkerError
+    from orcaserve.workers.model_dir import find_model
 
     try:
-        if model in demo.MODELS:
-            return demo.pull(model, progress=_progress)
-        if model.endswith(".gguf") and Path(model).is_file():
-            return gguf.converted(Path(model), demo.default_cache_dir(), progress=_progress)
-        return find_model_dir(model)
-    except (ModelNotFound, WorkerError) as error:
+        return find_model(model, progress=_progress)
+    except WorkerError as error:
         raise typer.BadParameter(str(error)) from None
 
 

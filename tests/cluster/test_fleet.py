@@ -20,6 +20,7 @@ from ray.util.placement_group import placement_group_table
 
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import read_model_info
+from orcaserve.cluster.router import find_model
 from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler
 from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus
@@ -40,7 +41,7 @@ class Site:
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
         self.config = ServeConfig(
-            model=str(demo.pull("smollm2-135m")),
+            model="smollm2-135m",  # every node finds out by itself where that is
             name="site",
             device="cpu",
             groups=2,
@@ -53,7 +54,7 @@ class Site:
             max_num_batched_tokens=64,
             kv_cache_memory="64MiB",
         )
-        self.scheduler = ensure_scheduler(self.config, read_model_info(self.config.model), "cpu")
+        self.scheduler = ensure_scheduler(self.config, read_model_info(demo.pull("smollm2-135m")), "cpu")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -114,6 +115,12 @@ def until(condition: Callable[[], bool], within_s: float) -> None:
 
 def placements() -> int:
     return sum(entry["state"] in ("CREATED", "PENDING") for entry in placement_group_table().values())
+
+
+def test_a_router_finds_a_model_by_its_name(site: Site) -> None:
+    assert find_model("smollm2-135m") == demo.pull("smollm2-135m")
+    with pytest.raises(ray.exceptions.RayTaskError, match="no model directory, no GGUF file, no hub id"):
+        find_model("smollm3")
 
 
 def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
@@ -185,6 +192,7 @@ def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
             **{"name": "elastic", "tensor_parallel_size": 1, "gpus_per_group": 0, "accelerator_type": None},
             **{"groups": 1, "min_groups": 0, "max_groups": 2, "max_num_seqs": 4},
             **{"upscale_delay_s": 0.0, "downscale_delay_s": 1.0, "downscale_to_zero_delay_s": 2.0},
+            **{"orphan_timeout_s": 1.0},
         }
     )
     scheduler = ensure_scheduler(config, read_model_info(config.model), "cpu")
@@ -201,9 +209,13 @@ def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
     answers = [future.result(120) for future in running]
     assert [len(ids) for ids in answers] == [30] * 24
     until(lambda: groups() == [], 60)
-    site.run(stream.close())
-    ray.get(scheduler.stop.remote(0.0))
-    ray.kill(scheduler)
+    again = site.start(site.generate((3, 48), 200, stream))
+    until(lambda: groups() == ["ready"], 60)
+    again.cancel()
+    pids = [ray.get(scheduler.status.remote()).scheduler_pid, *ray.get(scheduler.status.remote()).groups[0].pids]
+    site.run(stream.close())  # the last router is gone, and there is no such application
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
+    assert "elastic-scheduler" not in ray.util.list_named_actors()
 
 
 def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> None:
