@@ -86,6 +86,9 @@ class ServeConfig(AppConfig):
     step_timeout_s: float = Field(60.0, gt=0, description="a group whose step takes longer is dead")
     start_timeout_s: float = Field(1800.0, gt=0, description="a group that is not ready by then is started again")
     drain_timeout_s: float = Field(5.0, ge=0, description="running streams get this long to finish on a stop")
+    orphan_timeout_s: float = Field(
+        30.0, gt=0, description="groups without a router end after this long, if the application was deleted"
+    )
     max_group_losses: int = Field(2, ge=1, description="a request that has killed this many groups is ended")
 
     @model_validator(mode="after")

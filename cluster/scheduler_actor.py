@@ -24,6 +24,7 @@ from orcaserve.cluster.wire import ClusterStatus
 logger = logging.getLogger(__name__)
 
 _SCALING_PERIOD_S = 1.0
+_DESERTED_POLL_S = 1.0
 _STUCK_AFTER_S = 4.0  # work is out and nothing comes back: no longer ready, though not yet given up
 
 
@@ -47,6 +48,7 @@ class SchedulerActor:
         self._config = config
         self._begun = loop.create_task(self._fleet.begin(self._service))
         self._scaling = loop.create_task(self._scale()) if len(set(config.group_range)) > 1 else None
+        self._watch = loop.create_task(self._end_when_deserted())
 
     async def router_endpoint(self) -> Endpoint:
         return self._service.router_endpoint
@@ -71,9 +73,9 @@ class SchedulerActor:
     async def stop(self, drain_s: float) -> bool:
         """Let what runs finish for `drain_s`, then end everything. True when nothing was cut off."""
         finished = await self._service.drain(drain_s)
-        self._begun.cancel()
-        if self._scaling is not None:
-            self._scaling.cancel()
+        for task in (self._begun, self._scaling, self._watch):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
         self._service.close("the service is shutting down")
         await self._fleet.stop()
         return finished
@@ -91,6 +93,23 @@ class SchedulerActor:
                 change = f"from {fleet.num_wanted} to {wanted} groups: {autoscaler.reason}"
                 self._service.observer.note("scaling", change)
                 fleet.resize(wanted)
+
+    async def _end_when_deserted(self) -> None:
+        """Once the application is deleted nobody else ends this actor and its groups, which outlive their makers."""
+        config = self._config
+        had_routers, alone_since_s = False, time.monotonic()
+        while True:
+            await asyncio.sleep(_DESERTED_POLL_S)
+            now_s = time.monotonic()
+            if self._service.num_routers:
+                had_routers, alone_since_s = True, now_s
+            elif now_s - alone_since_s > (config.orphan_timeout_s if had_routers else config.start_timeout_s):
+                if not await asyncio.to_thread(_application_exists, config.name):
+                    break
+                alone_since_s = now_s
+        logger.warning("no router and no application %s any more: ending", config.name)
+        await self.stop(drain_s=0.0)
+        ray.kill(ray.get_actor(scheduler_actor_name(config.name), NAMESPACE))
 
     def _status(self) -> ClusterStatus:
         service, groups = self._service, self._fleet.groups.values()
@@ -133,6 +152,12 @@ def _end_on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
     if "handle" in context:
         logger.critical("ending this scheduler, so that Ray starts another")
         os._exit(1)
+
+
+def _application_exists(name: str) -> bool:
+    from ray import serve
+
+    return name in serve.status().applications
 
 
 def scheduler_actor_name(application: str) -> str:
