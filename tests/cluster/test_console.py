@@ -21,13 +21,14 @@ ENTER, TAB = 13, 9
 
 
 @contextmanager
-def users(server: LiveServer, num_users: int) -> Iterator[None]:
+def users(server: LiveServer, num_users: int, key: str = "") -> Iterator[None]:
     """So many clients that always have a stream open."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     stop = threading.Event()
 
     def use(number: int) -> None:
         body = {"prompt": "word " * (10 + number * 7 % 60), "stream": True, "max_tokens": 30, "ignore_eos": True}
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
             while not stop.is_set():
                 with client.stream("POST", "/v1/completions", json=body) as response:
                     for _ in response.iter_lines():
