@@ -16,8 +16,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
+from orcaserve.cluster import channel
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Client, Endpoint, Peer, Server
 
 
@@ -165,7 +167,10 @@ def test_a_killed_process_is_noticed_at_once() -> None:
     run(test)
 
 
-def test_a_stopped_process_is_noticed_by_its_silence() -> None:
+def test_a_stopped_process_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HEARTBEAT_INTERVAL_MS", 200)
+    monkeypatch.setattr(channel, "HEARTBEAT_TIMEOUT_MS", 1500)
+
     async def test(side: Side) -> None:
         async with side.process() as child:
             os.kill(child.pid, signal.SIGSTOP)

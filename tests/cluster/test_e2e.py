@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from orcaserve.cluster.channel import HEARTBEAT_TIMEOUT_MS
 from orcaserve.cluster.scheduler_actor import connect
 from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus
@@ -282,7 +283,7 @@ def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
     crowd = Crowd(driver)
     victims = driver.status().groups[1].pids
     os.kill(victims[0], signal.SIGSTOP)
-    wait_until(lambda: driver.status().groups[1].state != "ready", 10)
+    wait_until(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 5)
     crowd.finish()
     wait_until(lambda: all_ready(driver), 60)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 10)
