@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 In = TypeVar("In")
 Peer = bytes  # the name under which a server knows a client
 
-# A process that dies closes its connection, which is noticed at once; this is for one that is stopped, or a host that is
-# gone. Threads of processes that were only short of a core have been silent for more than 4 s.
+# A process that dies closes its connection, which is noticed at once; this is for one that is stopped, or a host that
+# is gone. Threads of processes that were only short of a core have been silent for more than 4 s.
 HEARTBEAT_INTERVAL_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 12_000
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
