@@ -44,7 +44,9 @@ from orcaserve.engine.messages import GenerateRequest, StepDeltas, TokenDelta
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0  # how long a new request waits for a scheduler that is away
-MAX_SCHEDULER_LOSSES = 5  # a request that was there each time is ended with an error
+SUSPICIOUS_LOSSES = 2  # a request that got no token between so many losses is said again alone
+MAX_SCHEDULER_LOSSES = 3  # and after more of them it is ended with an error
+_TRIAL_S = 1.0  # a suspect that has got no token by then was not what kills schedulers
 _RECONNECT_PAUSE_S = (0.05, 0.25)
 
 
@@ -66,7 +68,9 @@ class _Held:
     choices: list[_Choice]
     wire_ids: list[str]
     verdict: asyncio.Future[None] | None  # until the scheduler has said yes or no
-    num_losses: int = 0
+    num_losses: int = 0  # of schedulers in a row that it was said to and got no token from
+    progressed: bool = False  # has got a token from this scheduler
+    on_hold: bool = False  # not said to this scheduler yet
     arrived: deque[TokenDelta] = field(default_factory=deque)
     reader: asyncio.Future[None] | None = None
 
@@ -135,6 +139,8 @@ class EngineStream:
         self._calls: dict[int, asyncio.Future[Any]] = {}  # questions to the scheduler
         self._num_calls = 0
         self._late: set[asyncio.TimerHandle] = set()
+        self._suspects: deque[_Held] = deque()  # to be said one after another
+        self._on_trial: _Held | None = None
 
     async def start(self) -> None:
         """Returns once the scheduler has answered."""
@@ -285,12 +291,14 @@ class EngineStream:
         choice.ids.extend(delta.token_ids)
         if delta.request_id != held.request.request_id:
             delta = _as_continued(delta, held.request.request_id, choice.started)
-        choice.started = True
+        choice.started = held.progressed = True
         if delta.finish_reason is not None:
             choice.finished = True
             if held.done:
                 self._release(held)
         held.deliver(delta)
+        if held is self._on_trial:
+            self._try_next_suspect()
 
     def _on_accepted(self, wire_id: str) -> None:
         entry = self._held.get(wire_id)
@@ -315,8 +323,16 @@ class EngineStream:
     def _on_welcome(self, welcome: Welcome) -> None:
         self._clock_offset_s = welcome.now_s - time.monotonic()
         self._connected.set()
+        suspects = []
         for held in self._each_held():
-            self._resume(held)
+            if held.num_losses < SUSPICIOUS_LOSSES:
+                self._resume(held)
+            else:
+                held.on_hold = True
+                suspects.append(held)
+        random.shuffle(suspects)
+        self._suspects = deque(suspects)
+        self._try_next_suspect()
 
     # After a loss
 
@@ -330,7 +346,10 @@ class EngineStream:
             if not reply.done():
                 reply.set_exception(Unavailable("the scheduler is being restarted", retry_after_s=1.0))
         for held in self._each_held():
-            held.num_losses += 1
+            if not held.on_hold:
+                held.num_losses = 1 if held.progressed else held.num_losses + 1
+            held.on_hold = held.progressed = False
+        self._on_trial = None
         if not self._farewell:
             logger.warning("lost the scheduler; %d requests wait for its return", self.num_held)
             self._reconnect()
@@ -365,12 +384,31 @@ class EngineStream:
         except TimeoutError:
             raise Unavailable("the scheduler is being restarted", retry_after_s=1.0) from None
 
+    def _try_next_suspect(self) -> None:
+        """Schedulers die with one of them unanswered: each is said when the one before has got a token or had time to.
+
+        So the others of this router live on, and only what is said again and again without a token is given up.
+        """
+        self._on_trial = None
+        while self._suspects and self._on_trial is None:
+            held = self._suspects.popleft()
+            held.on_hold = False
+            if not held.done:
+                self._on_trial = held
+                self._resume(held)
+                if held.done:  # given up
+                    self._on_trial = None
+        if (tried := self._on_trial) is not None:
+            self._later(_TRIAL_S, lambda: self._try_next_suspect() if self._on_trial is tried else None)
+
     def _resume(self, held: _Held) -> None:
         """Say a request again under a new name: whole if nothing is known of it yet, else choice by choice."""
         for wire_id in held.wire_ids:
             self._held.pop(wire_id, None)
         held.wire_ids = []
         if held.num_losses > MAX_SCHEDULER_LOSSES:
+            if held.verdict is not None and not held.verdict.done():
+                held.verdict.set_result(None)  # nobody said yes, but the answer is an error, not a refusal
             for choice in held.choices:
                 self._end(held, choice, f"the scheduler was lost {held.num_losses} times during this request")
             return

@@ -30,6 +30,8 @@ def request(name: str, prompt: list[int], max_tokens: int = 20, **fields: object
 class Stage:
     """A scheduler that can be replaced, its groups, and streams that find whichever is there."""
 
+    service_type = SchedulerService
+
     def __init__(self, make_rank: Callable[..., CountingRank], config: SchedulerConfig = CONFIG) -> None:
         self.make_rank = make_rank
         self.config = config
@@ -39,7 +41,7 @@ class Stage:
         self.service = self._new_service()
 
     def _new_service(self) -> SchedulerService:
-        return SchedulerService(
+        return self.service_type(
             self.config,
             "127.0.0.1",
             self.step_timeout_s,
@@ -258,6 +260,54 @@ def test_streams_survive_the_scheduler(counting_ranks: Callable[..., CountingRan
             for i, prompt in enumerate(prompts):
                 assert await answers[i] == [counted_tokens(prompt, 200, c) for c in range(1 + i % 2)]
             assert stream.num_held == 0
+
+    run(test)
+
+
+class FragileService(SchedulerService):
+    """A scheduler with a bug: one prompt is the end of it."""
+
+    POISON = 666
+
+    def _submit(self, peer: bytes, message: Submit) -> None:
+        if message.request.prompt_token_ids[0] != self.POISON:
+            super()._submit(peer, message)
+        else:
+            self._loop.call_soon(self.vanish)
+            self._on_group_lost(-1, "a bug")
+
+
+def test_a_request_that_kills_schedulers_is_given_up_and_the_others_live(
+    counting_ranks: Callable[..., CountingRank],
+) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            here.service_type = FragileService
+            here.restart()
+            await here.group()
+            stream = await here.stream()
+            prompts = [[i + 1, 3] for i in range(12)]
+            answers = [
+                asyncio.create_task(tokens_of(await stream.submit(request(f"r{i}", p, 1500))))
+                for i, p in enumerate(prompts)
+            ]
+            poison = asyncio.create_task(stream.submit(request("poison", [FragileService.POISON], 2000)))
+
+            async def restart_each_time() -> None:
+                num_restarts = 0
+                while True:
+                    await asyncio.sleep(0.01)
+                    if len(here.lost) > num_restarts:
+                        num_restarts += 1
+                        here.restart()
+                        await here.group(incarnation=str(num_restarts))
+
+            restarts = asyncio.create_task(restart_each_time())
+            [*_, last] = [delta async for delta in await poison]
+            assert (last.finish_reason, "lost 4 times" in str(last.error)) == ("error", True)
+            assert [await a for a in answers] == [[counted_tokens(p, 1500)] for p in prompts]
+            assert len(here.lost) == 4
+            restarts.cancel()
 
     run(test)
 
