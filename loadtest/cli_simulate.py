@@ -138,3 +138,56 @@ def plan(
             "too_small": {str(size): why for size, why in found.too_small.items()},
         }
     )
+
+
+@simulate_app.command()
+def day(
+    model: ModelName = "llama-3-70b",
+    gpu: Gpu = "h100",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 4,
+    rate: Annotated[float, typer.Option(help="Requests a second, the day's mean.")] = 6.0,
+    hours: Annotated[float, typer.Option(help="Length of the pressed day.")] = 1.0,
+    swing: Annotated[
+        float, typer.Option(min=0, max=1, help="The rate is the mean times 1 - swing to 1 + swing.")
+    ] = 0.9,
+    lengths: Annotated[str, typer.Option()] = "sharegpt",
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 16,
+    min_groups: Annotated[int, typer.Option(min=0)] = 1,
+    max_groups: Annotated[int, typer.Option(min=1)] = 16,
+    start_s: Annotated[float, typer.Option(help="Seconds until a new group serves.")] = 60.0,
+    downscale_delay_s: Annotated[float, typer.Option()] = 120.0,
+    slo: Annotated[str, typer.Option(help="Limits, such as ttft=1s,itl=50ms.")] = "ttft=2s",
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """Autoscaling against fixed fleets over a day: group-hours and SLO."""
+    from orcaserve.cluster.autoscaling import ScalingRules
+    from orcaserve.loadtest import day as days
+    from orcaserve.loadtest.fleet import Fleet
+    from orcaserve.loadtest.metrics import Slo
+    from orcaserve.loadtest.model_shape import load_shape
+    from orcaserve.loadtest.output import print_json, print_table, refusals
+    from orcaserve.loadtest.session import LoadOptions, build_load
+    from orcaserve.loadtest.step_time import find_device
+
+    with refusals():
+        limits = Slo.parse(slo)
+        spec = days.DaySpec(mean_rate=rate, hours=hours, swing=swing, start_s=start_s, seed=seed)
+        requests = build_load(LoadOptions(num_requests=spec.num_requests, lengths=lengths, seed=seed)).requests
+        fleet = Fleet(
+            shape=load_shape(model),
+            device=find_device(gpu),
+            tensor_parallel_size=tensor_parallel_size,
+            num_groups=max_groups,
+            max_num_seqs=max_num_seqs,
+        )
+        rules = ScalingRules(
+            min_groups=min_groups,
+            max_groups=max_groups,
+            ttft_target_s=(limits.ttft_ms or 2000.0) / 1000,
+            downscale_delay_s=downscale_delay_s,
+            lookahead_s=start_s,
+        )
+        found = days.compare(fleet, spec, requests, rules, limits)
+        title = f"{model}, TP={tensor_parallel_size} on {gpu}, {rate:g} requests/s on average over {hours:g} h, {slo}"
+        print_table(title, days.as_table(found))
+    print_json(found)

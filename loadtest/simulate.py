@@ -134,7 +134,7 @@ class Simulation:
         whose token nobody got count as padding (their request had ended in the step before).
         """
         self._scheduler = scheduler
-        self._executors = executors
+        self._executors = dict(executors)
         self._requests = requests
         self._prompt_ids = prompt_ids
         self._ignore_eos = ignore_eos
@@ -164,10 +164,31 @@ class Simulation:
         self._busy_s = 0.0
         self._steps = StepLog() if keep_steps else None
         self._step_listener: Callable[[float, StepPlan, StepWork, list[TokenDelta]], None] | None = None
+        self._tick: Callable[[float], None] | None = None
+        self._tick_s = self._tick_due = math.inf
+        self._num_open = n
 
     def on_step(self, listener: Callable[[float, StepPlan, StepWork, list[TokenDelta]], None]) -> None:
         """Call `listener(time, plan, work, deltas)` when a step's result was applied (the demonstration prints it)."""
         self._step_listener = listener
+
+    def every(self, period_s: float, call: Callable[[float], None]) -> None:
+        """Call `call(time)` every `period_s`, until the last request has ended."""
+        self._tick, self._tick_s, self._tick_due = call, period_s, period_s
+
+    def add_executor(self, group: int, executor: Executor, now: float) -> None:
+        """A group that the scheduler knows now has workers."""
+        self._executors[group] = executor
+        self._planned[group] = deque()
+        self._idle[group] = None
+        self._wake(now)
+
+    def remove_executor(self, group: int) -> bool:
+        """False while it is at work."""
+        if group in self._running or self._planned[group]:
+            return False
+        del self._executors[group], self._planned[group], self._idle[group]
+        return True
 
     def run(self) -> Outcome:
         """Until all requests have ended; raises RuntimeError if work is left that no event will ever move."""
@@ -179,7 +200,12 @@ class Simulation:
         now = 0.0
         while True:
             arrival = self._next_arrival()
-            if self._ends and self._ends[0][0] <= arrival:
+            if self._num_open and self._tick_due <= min(arrival, self._ends[0][0] if self._ends else math.inf):
+                now = self._tick_due
+                self._tick_due += self._tick_s
+                assert self._tick is not None
+                self._tick(now)
+            elif self._ends and self._ends[0][0] <= arrival:
                 now, _, group = heapq.heappop(self._ends)
                 self._finish_step(group, now)
             elif arrival < math.inf:
@@ -288,6 +314,7 @@ class Simulation:
     def _close(self, index: int, now: float) -> None:
         self._end[index] = now
         self._ended[index] += 1
+        self._num_open -= 1
         if self._loop is not None and self._next < len(self._requests):
             heapq.heappush(self._due, (now + self._loop.think_s, self._next))
             self._next += 1
