@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import shutil
 import signal
 import socket
@@ -32,6 +33,7 @@ class LocalRay:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+            **_replica_ports(),
             "RAY_SERVE_LOG_TO_STDERR": "0",
         }
         if self.has_haproxy:
@@ -84,6 +86,22 @@ def keep_replica_on_loopback() -> None:
 
     add_port = replica.add_port_to_grpc_server
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
+
+
+def _replica_ports() -> dict[str, str]:
+    """A range of ports of our own for the replicas.
+
+    Ray Serve begins at 30000 everywhere: with two Rays on one machine the front end of one has been seen to send its
+    requests to the other's replica.
+    """
+    environment = {}
+    for kind in ("HTTP", "GRPC"):
+        first = random.SystemRandom().randrange(10_000, 29_900, 100)  # below the ports that the system hands out
+        while not port_is_free("127.0.0.1", first):
+            first = random.SystemRandom().randrange(10_000, 29_900, 100)
+        environment[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(first)
+        environment[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(first + 99)
+    return environment
 
 
 def free_port(host: str = "127.0.0.1") -> int:
