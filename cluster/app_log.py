@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from orcaserve.cluster.app_edge import Call
 
 logger = logging.getLogger("orcaserve.access")
-_PROBES = OPEN_PATHS | {"/metrics"}  # asked every few seconds by machines: logged only when they fail
+_PROBES = OPEN_PATHS | {"/metrics", "/cluster"}  # asked every few seconds by machines: logged only when they fail
 
 
 def log_request(call: Call, duration_s: float, *, as_json: bool) -> None:
@@ -22,6 +23,7 @@ def log_request(call: Call, duration_s: float, *, as_json: bool) -> None:
     if not logger.isEnabledFor(level):
         return
     line = {
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "request_id": call.request_id,
         "method": call.method,
         "path": call.path[:200],
