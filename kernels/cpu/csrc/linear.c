@@ -218,21 +218,34 @@ struct pack {
     int is_bf16;
 };
 
+// One element at a time, for what does not fill a square of LANES output features and LANES steps.
+static void pack_rest(const struct pack *c, int64_t feature, int64_t first_step, int64_t steps, char *to) {
+    const int size = c->is_bf16 ? 2 : 4, per_step = c->is_bf16 ? 2 : 1;
+    for (int64_t i = first_step * per_step; i < steps * per_step; i++) {
+        char *place = to + i / per_step * PANEL * 4 + i % per_step * size;
+        if (feature < c->out_features && i < c->in_features)
+            memcpy(place, c->weight + (feature * c->stride + i) * size, (size_t)size);
+        else
+            memset(place, 0, (size_t)size);
+    }
+}
+
 static void pack_job(const void *context, int64_t begin, int64_t end) {
     const struct pack *c = context;
-    const int size = c->is_bf16 ? 2 : 4, per_step = c->is_bf16 ? 2 : 1;
-    const int64_t steps = (c->in_features + per_step - 1) / per_step;
+    const int64_t row_bytes = c->stride * (c->is_bf16 ? 2 : 4), whole_steps = c->is_bf16 ? c->in_features / 2 : c->in_features;
+    const int64_t steps = c->is_bf16 ? (c->in_features + 1) / 2 : c->in_features;
     for (int64_t panel = begin; panel < end; panel++)
-        for (int64_t column = 0; column < PANEL; column++) {
+        for (int64_t column = 0; column < PANEL; column += LANES) {
             const int64_t feature = panel * PANEL + column;
             char *to = c->packed + (panel * steps * PANEL + column) * 4;
-            for (int64_t i = 0; i < steps * per_step; i++) {
-                char *place = to + i / per_step * PANEL * 4 + i % per_step * size;
-                if (feature < c->out_features && i < c->in_features)
-                    memcpy(place, c->weight + (feature * c->stride + i) * size, (size_t)size);
-                else
-                    memset(place, 0, (size_t)size);
+            int64_t step = 0;
+            if (feature + LANES <= c->out_features) {
+                const char *rows[LANES];
+                for (int i = 0; i < LANES; i++) rows[i] = c->weight + (feature + i) * row_bytes;
+                for (; step + LANES <= whole_steps; step += LANES)
+                    transpose_rows(rows, 4 * step, (uint32_t *)(to + step * PANEL * 4), PANEL);
             }
+            for (int i = 0; i < LANES; i++) pack_rest(c, feature + i, step, steps, to + 4 * i);
         }
 }
 
