@@ -14,8 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # HAProxy's metrics and statistics pages listen on every interface in Ray's template, whatever the options say, and its
-# own refusals are turned into 500s. With its splice options, one in six clients that hung up while they waited for a
-# whole (not streamed) answer went unnoticed, and the request ran to its end; without them, none of 48 did.
+# own refusals are turned into 500s. While no router lives it knows no route, and would say 404 where the client only has
+# to come again. With its splice options, one in six clients that hung up while they waited for a whole (not streamed)
+# answer went unnoticed, and the request ran to its end; without them, none of 48 did.
 _SCRIPT = """#!/bin/sh
 config= previous=
 for word in "$@"; do
@@ -25,6 +26,7 @@ done
 [ -n "$config" ] && sed -i \\
 {keep_on_loopback}\
   -e 's|^\\( *errorfile 503 \\).*|\\1{error_file}|' \\
+  -e 's|^\\( *http-request return status\\) 404 .*|\\1 503 default-errorfiles|' \\
   -e '/^ *errorfile 50[24] /d' -e '/^ *option splice-/d' "$config"
 exec {haproxy} "$@"
 """

@@ -30,6 +30,9 @@ frontend stats
     bind :8404
 frontend requests
     bind *:8000
+    default_backend default_backend
+backend default_backend
+    http-request return status 404 content-type text/plain lf-string "Path \\'%[path]\\' not found."
 """
 
 
@@ -45,9 +48,11 @@ def mended(folder: Path, loopback_ports: tuple[int, ...] = ()) -> str:
 def test_no_splicing_and_refusals_of_our_own(tmp_path: Path) -> None:
     assert re.search(r"^ *option splice-response$", TEMPLATES, re.MULTILINE)  # else the script has had its day
     assert "errorfile 503" in TEMPLATES
+    assert re.search(r"^backend default_backend\n *http-request return status 404 ", TEMPLATES, re.MULTILINE)
     config = mended(tmp_path)
     assert "splice" not in config
     assert "errorfile 502" not in config
+    assert "http-request return status 503 default-errorfiles" in config  # no route: no router is there
     refusal = re.search(r"errorfile 503 (\S+)", config)
     assert refusal is not None
     head, _, body = Path(refusal[1]).read_text().partition("\n\n")
