@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # HAProxy's metrics and statistics pages listen on every interface in Ray's template, whatever the options say, and its
-# own refusals are turned into 500s. While no router lives it knows no route, and would say 404 where the client only has
+# own refusals are turned into 500s. While no router lives it knows no route, and would say 404 where a client only has
 # to come again. With its splice options, one in six clients that hung up while they waited for a whole (not streamed)
 # answer went unnoticed, and the request ran to its end; without them, none of 48 did.
 _SCRIPT = """#!/bin/sh
