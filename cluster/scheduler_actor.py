@@ -11,6 +11,7 @@ from typing import Any, Literal
 import ray
 from ray.actor import ActorHandle
 
+from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.autoscaling import Autoscaler, ScalingRules, load_of
 from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
@@ -24,7 +25,11 @@ from orcaserve.cluster.wire import ClusterStatus
 logger = logging.getLogger(__name__)
 
 _SCALING_PERIOD_S = 1.0
+_ANSWER_TIMEOUT_S = 60.0
 _DESERTED_POLL_S = 1.0
+_ROUTER_OPTIONS = {*AppConfig.model_fields, "served_model_name", "host", "port", "routers", "ray_address"} - {
+    "tenants_file"
+}
 _STUCK_AFTER_S = 4.0  # work is out and nothing comes back: no longer ready, though not yet given up
 
 
@@ -55,6 +60,11 @@ class SchedulerActor:
 
     async def status(self) -> ClusterStatus:
         return self._status()
+
+    async def other_options(self, config: ServeConfig) -> list[str]:
+        """Options whose values here are not those; what only the routers go by does not count."""
+        names = [name for name in ServeConfig.model_fields if name not in _ROUTER_OPTIONS]
+        return [name for name in names if getattr(config, name) != getattr(self._config, name)]
 
     async def resize(self, num_groups: int) -> None:
         """Have this many groups; those that are too many finish what they run first."""
@@ -164,11 +174,32 @@ def scheduler_actor_name(application: str) -> str:
     return f"{application}-scheduler"
 
 
+class OtherOptions(ValueError):
+    """The application's scheduler runs already, and not as it is wanted now; the message is for the operator."""
+
+
 def ensure_scheduler(config: ServeConfig, model: ModelInfo, device: Device) -> ActorHandle:
-    """The application's scheduler, created if it is not there; it outlives whoever creates it."""
+    """The application's scheduler, created if it is not there; it outlives whoever creates it.
+
+    Raises OtherOptions, so that an update in place with another model fails, and does not answer with the old one.
+    """
+    name = scheduler_actor_name(config.name)
+    try:
+        found: Any = ray.get_actor(name, NAMESPACE)
+    except ValueError:
+        return _create_scheduler(name, config, model, device)
+    if other := ray.get(found.other_options.remote(config), timeout=_ANSWER_TIMEOUT_S):
+        raise OtherOptions(
+            f"application {config.name} runs with other values of {', '.join(other)}: delete it first, "
+            "serve under another name, or roll out to another cluster"
+        )
+    return found
+
+
+def _create_scheduler(name: str, config: ServeConfig, model: ModelInfo, device: Device) -> ActorHandle:
     actor: Any = ray.remote(SchedulerActor)
     return actor.options(
-        name=scheduler_actor_name(config.name),
+        name=name,
         namespace=NAMESPACE,
         get_if_exists=True,
         lifetime="detached",

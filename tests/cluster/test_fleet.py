@@ -21,7 +21,7 @@ from ray.util.placement_group import placement_group_table
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import read_model_info
 from orcaserve.cluster.router import find_model
-from orcaserve.cluster.scheduler_actor import connect, ensure_scheduler
+from orcaserve.cluster.scheduler_actor import OtherOptions, connect, ensure_scheduler
 from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus
 from orcaserve.engine.messages import GenerateRequest
@@ -121,6 +121,15 @@ def test_a_router_finds_a_model_by_its_name(site: Site) -> None:
     assert find_model("smollm2-135m") == demo.pull("smollm2-135m")
     with pytest.raises(ray.exceptions.RayTaskError, match="no model directory, no GGUF file, no hub id"):
         find_model("smollm3")
+
+
+def test_case_27_an_update_in_place_with_another_model_is_refused(site: Site) -> None:
+    """And with other engine options; the old model would answer in the new one's name. The routers' own may change."""
+    model = read_model_info(demo.pull("smollm2-135m"))
+    for name, value in (("model", "another"), ("max_num_seqs", 8)):
+        with pytest.raises(OtherOptions, match=f"site runs with other values of {name}: "):
+            ensure_scheduler(site.config.model_copy(update={name: value}), model, "cpu")
+    assert ensure_scheduler(site.config.model_copy(update={"max_choices": 8}), model, "cpu") == site.scheduler
 
 
 def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:

@@ -82,12 +82,12 @@ def test_serve_config_obeys_ray_and_ours(objects: list[dict]) -> None:
     ServeConfig.model_validate(application.args)
 
 
-def test_traffic_waits_for_a_generated_token(objects: list[dict]) -> None:
+def test_case_27_traffic_waits_for_a_generated_token(objects: list[dict]) -> None:
     (container,) = pods(objects)["routers"]["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
 
 
-def test_pods_outlive_their_drain(objects: list[dict]) -> None:
+def test_case_26_pods_outlive_their_drain(objects: list[dict]) -> None:
     for name, template in pods(objects).items():
         (container,) = template["spec"]["containers"]
         if name == "head":
