@@ -40,32 +40,31 @@ class StepTrace:
         for rank_step in self._rank_steps:
             if (rank_step.group_id, rank_step.step_id) in self._steps:
                 ranks.setdefault((rank_step.group_id, rank_step.rank), []).append(rank_step)
+        offsets_s = {group_id: self._offset_s(group_id, ranks) for group_id, _ in ranks}
         for (group_id, rank), rank_steps in sorted(ranks.items()):
-            offset_s = self._offset_s(rank_steps)
+            offset_s = offsets_s[group_id]
             writer.name(GROUPS + group_id, f"group {group_id}", rank, f"rank {rank}")
             for rank_step in rank_steps:
                 self._rank_events(writer, rank_step, offset_s)
         for group_id in sorted({step.group_id for step in self._steps.values()}):
             writer.name(SCHEDULER, "scheduler", group_id, f"group {group_id}")
             writer.name(SCHEDULER, "scheduler", _RETURNS + group_id, f"group {group_id}: result under way")
-            self._ways_back(writer, group_id, ranks.get((group_id, 0), []))
+            self._ways_back(writer, group_id, ranks.get((group_id, 0), []), offsets_s.get(group_id, 0.0))
         return {"traceEvents": writer.events, "displayTimeUnit": "ms"}
 
-    def _offset_s(self, rank_steps: list[RankStep]) -> float:
-        """The rank's clock minus the scheduler's.
+    def _offset_s(self, group_id: int, ranks: dict[tuple[int, int], list[RankStep]]) -> float:
+        """The clock of a group's node (its ranks share one) minus the scheduler's.
 
-        No step begins before it was sent, no result comes before it is there: every step bounds the difference on
-        both sides. On one machine there is one clock, and 0 lies within; else it is the middle (as NTP does).
+        No step begins before it was planned, no result comes before it is there: every step of rank 0 bounds the
+        difference on both sides. On one machine there is one clock, and 0 lies within; else it is the middle (as NTP
+        does).
         """
         low, high = -math.inf, math.inf
-        for rank_step in rank_steps:
-            times = self._steps[rank_step.group_id, rank_step.step_id].times
+        for rank_step in ranks.get((group_id, 0), []):
+            times = self._steps[group_id, rank_step.step_id].times
             high = min(high, rank_step.began_s - times.planned_s)
-            if rank_step.rank == 0:
-                low = max(low, rank_step.ended_s - times.received_s)
-        if low <= 0.0 <= high:
-            return 0.0
-        return high if math.isinf(low) else (low + high) / 2
+            low = max(low, rank_step.ended_s - times.received_s)
+        return 0.0 if low <= 0.0 <= high else (low + high) / 2
 
     def _rank_events(self, writer: _Writer, rank_step: RankStep, offset_s: float) -> None:
         step = self._steps[rank_step.group_id, rank_step.step_id]
@@ -82,8 +81,7 @@ class StepTrace:
         else:
             writer.slice(pid, tid, "forward", began_s, ended_s)
 
-    def _ways_back(self, writer: _Writer, group_id: int, rank_steps: list[RankStep]) -> None:
-        offset_s = self._offset_s(rank_steps)
+    def _ways_back(self, writer: _Writer, group_id: int, rank_steps: list[RankStep], offset_s: float) -> None:
         last_s = -math.inf
         for rank_step in rank_steps:
             received_s = self._steps[group_id, rank_step.step_id].times.received_s

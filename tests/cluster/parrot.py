@@ -7,13 +7,14 @@ then the same again for those who go on. Choice k > 0 says "k " first. Without "
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
-from orcaserve.cluster.wire import Done, Hello, Leave, Step, ToRank
+from orcaserve.cluster.wire import Done, Hello, Leave, Step, Timed, ToRank
 from orcaserve.engine.messages import StepPlan, StepResult, TokenLogprobs
 from orcaserve.workers.slots import SlotTable
 
@@ -119,7 +120,11 @@ class RankThread:
         try:
             while not isinstance(message := self._link.recv(), Leave):
                 assert isinstance(message, Step)
-                self._link.send(Done(self._worker.step(message.plan)))
+                began_s = time.monotonic()
+                result = self._worker.step(message.plan)
+                if message.traced:
+                    self._link.send(Timed(message.plan.step_id, began_s, time.monotonic()))
+                self._link.send(Done(result))
         except ChannelClosed:
             pass
         finally:
