@@ -55,11 +55,14 @@ class Stage:
         return ClusterStatus(True, False, [], stats, self.service.num_routers, 0, 0, 0, 0.0, 0)
 
     async def group(
-        self, group_id: int = 0, incarnation: str = "a", size: int = 1, blocks: int = 512
+        self, group_id: int = 0, incarnation: str = "a", size: int = 1, blocks: int = 512, held: bool = False
     ) -> list[CountingRank]:
         complete = self.service.expect_group(group_id, incarnation, size)
         ranks = [self.make_rank(self.service.rank_endpoint, group_id, incarnation, r) for r in range(size)]
         await asyncio.wait_for(complete.wait(), 5)
+        if held:
+            for rank in ranks:
+                rank.gate.clear()
         self.service.open_group(group_id, blocks)
         return ranks
 
@@ -324,6 +327,25 @@ def test_streams_move_when_a_group_dies(counting_ranks: Callable[..., CountingRa
             await eventually(lambda: here.service.scheduler.stats().generation_tokens > 200)
             here.service.close_group(0)
             assert [await a for a in answers] == [[counted_tokens(p, 500)] for p in prompts]
+
+    run(test)
+
+
+def test_a_request_that_was_on_two_dying_groups_takes_no_third(counting_ranks: Callable[..., CountingRank]) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            stream = await here.stream()
+            poison = asyncio.create_task(stream.submit(request("poison", [1, 2])))
+            for incarnation in ("a", "b"):
+                [rank] = await here.group(incarnation=incarnation, held=True)
+                await eventually(lambda: here.service.scheduler.stats().running == 1)
+                here.service.close_group(0)
+                rank.gate.set()
+            endings = [delta async for delta in await poison]
+            assert [delta.finish_reason for delta in endings] == ["error"]
+            assert "2" in str(endings[0].error)
+            await here.group(incarnation="c")
+            assert await tokens_of(await stream.submit(request("next", [4]))) == [counted_tokens([4], 20)]
 
     run(test)
 
