@@ -38,8 +38,15 @@ class Fleet:
         """Take over what a former scheduler has left, and start what is missing."""
         self._service = service
         survivors = await asyncio.to_thread(find_workers, self._config.name)
-        for group_id in sorted({*range(self._config.groups), *survivors}):
-            self._add(group_id, survivors.get(group_id, {}))
+        whole = {
+            group_id
+            for group_id, incarnations in survivors.items()
+            if any(len(workers) == self._config.tensor_parallel_size for workers in incarnations.values())
+        }
+        for group_id in sorted({*range(self._config.groups), *whole}):
+            self._add(group_id, survivors.pop(group_id, {}))
+        for group_id, remains in survivors.items():
+            await asyncio.to_thread(stop_strangers, self._config.name, group_id, remains)
 
     @property
     def num_wanted(self) -> int:

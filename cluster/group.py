@@ -15,7 +15,12 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orcaserve.cluster.channel import Endpoint
@@ -172,9 +177,16 @@ class Group:
 
 
 def find_workers(name: str) -> dict[int, dict[str, dict[int, ActorHandle]]]:
-    """Living worker actors of an application: by group, incarnation and rank. Blocks for a call to Ray."""
+    """Living worker actors of an application: by group, incarnation and rank. Blocks for calls to Ray.
+
+    An incarnation whose scheduler died before it had any workers is there too: it has a placement group.
+    """
     found: dict[int, dict[str, dict[int, ActorHandle]]] = defaultdict(lambda: defaultdict(dict))
     prefix = f"{name}-group-"
+    for placed in placement_group_table().values():
+        if placed["state"] != "REMOVED" and placed["name"].startswith(prefix):
+            group_id, incarnation = placed["name"].removeprefix(prefix).split("-")
+            found[int(group_id)][incarnation] = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         if entry["namespace"] != NAMESPACE or not entry["name"].startswith(prefix):
             continue
