@@ -7,6 +7,7 @@ float32, where a request's tokens do not depend on its company.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import random
 import time
@@ -73,13 +74,14 @@ class DrillReport(msgspec.Struct, frozen=True, kw_only=True):
     missing_tokens: int
     recovery_s: dict[str, Spread]
     leaked_blocks: int
+    whole_again: bool  # all groups ready after the last fault
     closed_by_client: int
     duration_s: float
     errors: list[str]
 
     @property
     def passed(self) -> bool:
-        return self.identical == self.accepted and not self.lost and not self.leaked_blocks
+        return self.identical == self.accepted and not (self.lost or self.leaked_blocks) and self.whole_again
 
 
 @dataclass(eq=False)
@@ -149,6 +151,7 @@ class Drill:
         self._running: set[Stream] = set()
         self._streams: list[Stream] = []
         self._over = False
+        self._whole_again = True
 
     async def run(self) -> DrillReport:
         """Solo runs, then faults among running streams, then a look at what is left."""
@@ -157,7 +160,11 @@ class Drill:
             self._say(f"{self._options.num_cases} requests, each alone")
             cases = [await _solo(case, client) for case in self._cases()]
             users = [asyncio.create_task(self._user(cases, client)) for _ in range(self._options.users)]
-            await self._strike_all(client)
+            try:
+                await self._strike_all(client)
+            except TimeoutError:
+                self._say(f"not whole again within {self._options.heal_timeout_s:g} s, the drill ends here")
+                self._whole_again = False
             self._over = True
             await asyncio.gather(*users)
             leaked = await _leaked_blocks(client)
@@ -231,17 +238,13 @@ class Drill:
 
     async def _whole(self, client: AsyncClient) -> None:
         """Wait until every group is ready and the front door says so."""
-        deadline_s = time.monotonic() + self._options.heal_timeout_s
-        while True:
-            try:
-                status = await client.cluster_status()
-                if status.ready and status.groups and all(group.state == "ready" for group in status.groups):
-                    return
-            except OrcaserveError as error:
-                self._say(f"no status: {error}")
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"the service did not become whole within {self._options.heal_timeout_s:g} s")
-            await asyncio.sleep(_POLL_S)
+        async with asyncio.timeout(self._options.heal_timeout_s):
+            while True:
+                with contextlib.suppress(OrcaserveError):
+                    status = await client.cluster_status()
+                    if status.ready and status.groups and all(group.state == "ready" for group in status.groups):
+                        return
+                await asyncio.sleep(_POLL_S)
 
     # What came of it
 
@@ -257,6 +260,7 @@ class Drill:
             missing_tokens=sum(missing for _, missing in differences),
             recovery_s=self._recoveries(),
             leaked_blocks=leaked_blocks,
+            whole_again=self._whole_again,
             closed_by_client=sum(stream.closed for stream in accepted),
             duration_s=round(duration_s, 1),
             errors=sorted({stream.error for stream in accepted if stream.error}),
