@@ -33,7 +33,7 @@ class LocalRay:
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-            **_replica_ports(),
+            **_inner_ports(),
             "RAY_SERVE_LOG_TO_STDERR": "0",
         }
         if self.has_haproxy:
@@ -88,11 +88,11 @@ def keep_replica_on_loopback() -> None:
     replica.add_port_to_grpc_server = lambda server, address: add_port(server, address.replace("[::]", "127.0.0.1"))
 
 
-def _replica_ports() -> dict[str, str]:
-    """A range of ports of our own for the replicas.
+def _inner_ports() -> dict[str, str]:
+    """Ports of our own for Serve's inner parts.
 
-    Ray Serve begins at 30000 everywhere: with two Rays on one machine the front end of one has been seen to send its
-    requests to the other's replica.
+    Ray Serve takes the same ones everywhere and shares the fallback proxy's: while a router starts, HAProxy sends to
+    that, so with two Rays on one machine the requests of one have been answered by the other.
     """
     environment = {}
     for kind in ("HTTP", "GRPC"):
@@ -101,6 +101,7 @@ def _replica_ports() -> dict[str, str]:
             first = random.SystemRandom().randrange(10_000, 29_900, 100)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(first)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(first + 99)
+        environment[f"RAY_SERVE_FALLBACK_PROXY_{kind}_PORT"] = str(free_port())
     return environment
 
 
