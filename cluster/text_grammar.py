@@ -2,7 +2,8 @@
 
 The checker is xgrammar, the same that the workers compile with. It costs 2.5 s and 270 MB to import (it brings torch)
 and some patterns keep it busy for minutes, which no thread can interrupt; so it lives in a helper process that starts
-with the first grammar, has a bounded address space, and is killed when a grammar takes too long.
+with the first grammar, has a bounded address space, is killed when a grammar takes too long, and ends when there was
+nothing to check for a minute.
 
 Lines of JSON go both ways: {"kind", "spec"} in, {"error"} out (null when the grammar is good).
 """
@@ -24,14 +25,17 @@ _MAX_BYTES = 6 * 2**30  # address space; torch alone maps 2 GB
 _NUM_REMEMBERED = 1024
 _MAX_REASON_CHARS = 300
 _MAX_WAITING = 16
+_IDLE_S = 60.0
 
 
 class GrammarChecker:
     """One per router. Verdicts are remembered, since most callers send the same few schemas."""
 
-    def __init__(self, tokenizer_file: str, vocab_size: int, timeout_s: float) -> None:
+    def __init__(self, tokenizer_file: str, vocab_size: int, timeout_s: float, idle_s: float = _IDLE_S) -> None:
         self._arguments = (tokenizer_file, str(vocab_size))
         self._timeout_s = timeout_s
+        self._idle_s = idle_s
+        self._farewell: asyncio.Task[None] | None = None  # ends the helper when it has been idle
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self._num_waiting = 0
@@ -60,13 +64,30 @@ class GrammarChecker:
                     self._verdicts[grammar] = await self._ask(grammar)
         finally:
             self._num_waiting -= 1
+            self._say_farewell()
 
     async def close(self) -> None:
         """End the helper."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        self._process = None
+        if self._farewell is not None:
+            self._farewell.cancel()
+        await self._end()
+
+    def _say_farewell(self) -> None:
+        """In a minute, unless there is more to check."""
+        if self._farewell is not None:
+            self._farewell.cancel()
+        self._farewell = asyncio.create_task(self._end_when_idle())
+
+    async def _end_when_idle(self) -> None:
+        await asyncio.sleep(self._idle_s)
+        async with self._turn:
+            await self._end()
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
 
     async def _ask(self, grammar: Grammar) -> str | None:
         process = await self._started()
@@ -78,13 +99,13 @@ class GrammarChecker:
                 answer = await process.stdout.readline()
             return json.loads(answer)["error"]
         except TimeoutError:
-            await self.close()
+            await self._end()
             return f"the grammar took longer than {self._timeout_s:g} s to compile"
         except (ValueError, ConnectionError):  # it died half-way: out of its memory, or a fault in the compiler
-            await self.close()
+            await self._end()
             return "the grammar is too large to compile"
         except asyncio.CancelledError:
-            await self.close()  # its answer would be taken for the next one's
+            await self._end()  # its answer would be taken for the next one's
             raise
 
     async def _started(self) -> asyncio.subprocess.Process:

@@ -15,11 +15,12 @@ from orcaserve.engine.sampling import Grammar
 GOOD = Grammar("regex", "[0-9]{3}")
 # Every number of a's up to a thousand, in a thousand ways.
 SLOW = Grammar("ebnf", "root ::= " + " | ".join(f'"{"a" * n}" [a-z]{{{n},{n * 50}}}' for n in range(1, 400)))
+Test = Callable[[GrammarChecker], Awaitable[None]]
 
 
-def with_checker(model: ModelInfo, timeout_s: float, test: Callable[[GrammarChecker], Awaitable[None]]) -> None:
+def with_checker(model: ModelInfo, timeout_s: float, test: Test, idle_s: float = 60.0) -> None:
     async def run() -> None:
-        checker = GrammarChecker(model.tokenizer_file, model.vocab_size, timeout_s)
+        checker = GrammarChecker(model.tokenizer_file, model.vocab_size, timeout_s, idle_s)
         try:
             await test(checker)
         finally:
@@ -54,6 +55,21 @@ def test_a_helper_that_dies_costs_one_request(model: ModelInfo) -> None:
             await checker.check(Grammar("regex", "("), "p")
 
     with_checker(model, 60.0, test)
+
+
+def test_an_idle_helper_ends_and_the_next_grammar_starts_another(model: ModelInfo) -> None:
+    async def test(checker: GrammarChecker) -> None:
+        await checker.check(GOOD, "p")
+        helper = checker._process
+        assert helper is not None
+        async with asyncio.timeout(10):
+            await helper.wait()
+        assert checker._process is None
+        checker._idle_s = 60.0
+        await checker.check(Grammar("regex", "y+"), "p")
+        assert checker._process is not None
+
+    with_checker(model, 60.0, test, idle_s=0.05)
 
 
 def test_verdicts_are_remembered_and_the_line_is_bounded(model: ModelInfo) -> None:
