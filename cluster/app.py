@@ -77,11 +77,13 @@ def build(args: dict[str, Any]) -> Application:
     )(serve.ingress()(Router)).bind(config)
 
 
-def log_to_stderr() -> None:
-    """One line a request on this process's stderr (Ray Serve keeps it in the replica's log file)."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+def log_beside_serve() -> None:
+    """One line a request in Ray Serve's log file of this replica.
+
+    Not by way of stderr: Serve looks through the stack for each line there, and drops it when its own level is WARNING.
+    """
     access = logging.getLogger("orcaserve.access")
-    access.addHandler(handler)
+    for handler in logging.getLogger("ray.serve").handlers:
+        access.addHandler(handler)
     access.setLevel(logging.INFO)
     access.propagate = False

@@ -54,6 +54,7 @@ class Call:
     method: str
     path: str
     headers: Headers
+    send: Send  # the server's own: for what goes out often, past all layers in between
     tenant: Tenant = field(default_factory=lambda: Tenant())
     body: bytes = b""
     status: int = 0  # of the response, once it has begun
@@ -92,7 +93,7 @@ class Edge:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         started_s = time.perf_counter()
         headers: Headers = scope["headers"]
-        call = Call(_request_id(headers), scope["method"], scope["path"], headers)
+        call = Call(_request_id(headers), scope["method"], scope["path"], headers, send)
         scope[CALL] = call
 
         async def answer(message: Message) -> None:

@@ -133,7 +133,7 @@ class _Work:
         codec = self._generator.preparer.codec
         metrics = self._generator.metrics
         writer = StreamWriter(run, codec)
-        send = self._send
+        send = self._call.send
         clock = time.perf_counter
         async with contextlib.aclosing(run.pieces()) as pieces:
             # Nothing is sent before the engine has said yes and begun, so that a refusal gets its own status.
@@ -142,7 +142,7 @@ class _Work:
             if first.finish_reason is not None:
                 self._note_ended(first.finish_reason)
             last_s = clock()
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM + self._headers})
+            await self._send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM + self._headers})
             try:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 async for piece in pieces:

@@ -75,10 +75,15 @@ class Run:
         try:
             for part in self.job.parts:
                 self._streams[part.request.request_id] = await self._submitted(part)
-            source = self._single if len(self._streams) == 1 else self._merged
-            async for part, delta in source():
-                for piece in self._pieces_of(part, delta):
-                    yield piece
+            if len(self.job.parts) == 1:
+                [part] = self.job.parts
+                async for delta in self._streams[part.request.request_id]:
+                    if (piece := self._piece_of(part, delta)) is not None:
+                        yield piece
+            else:
+                async for part, delta in self._merged():
+                    if (piece := self._piece_of(part, delta)) is not None:
+                        yield piece
         finally:
             await self.close()
 
@@ -96,11 +101,6 @@ class Run:
             if refused.param == "messages" and self.job.kind == "completion":
                 refused.param = "prompt"  # the engine does not know by which name its prompt came in
             raise
-
-    async def _single(self) -> AsyncIterator[tuple[Part, TokenDelta]]:
-        [part] = self.job.parts
-        async for delta in self._streams[part.request.request_id]:
-            yield part, delta
 
     async def _merged(self) -> AsyncIterator[tuple[Part, TokenDelta]]:
         arrived: asyncio.Queue[tuple[Part, TokenDelta | RequestRefused | None]] = asyncio.Queue()
@@ -125,34 +125,28 @@ class Run:
             else:
                 raise delta
 
-    def _pieces_of(self, part: Part, delta: TokenDelta) -> list[Piece]:
+    def _piece_of(self, part: Part, delta: TokenDelta) -> Piece | None:
         choice = part.choices[delta.choice_index]
         if choice.finished:  # its stop string came; the engine did not know yet
-            return []
-        self._note_first(part, choice, delta)
-        if delta.finish_reason == "error":
-            raise GenerationFailed(f"This request could not be completed: {delta.error}.")
-        if delta.finish_reason == "timeout":
-            if part.request.deadline_s is not None:
-                raise DeadlineExceeded("deadline_ms: the first token was not there in time.", "deadline_ms")
-            raise QueueTimeout("The request waited for its first token as long as one may here.")
-        if delta.finish_reason == "abort":
-            raise Unavailable("The request was aborted by the server.", retry_after_s=1.0)
+            return None
+        if not choice.started:
+            self._note_first(part, choice, delta)
+        if delta.finish_reason is not None and delta.finish_reason not in ("stop", "length"):
+            raise _failure(part, delta)
         if self.job.echo_only:
             choice.finished = True
-            return [Piece(choice.index, "", (), [], "length", prompt=part.prompt, first=True)]
+            return Piece(choice.index, "", (), [], "length", prompt=part.prompt, first=True)
         piece = self._piece(part, choice, delta)
         choice.started = True
-        return [piece]
+        return piece
 
     def _note_first(self, part: Part, choice: Choice, delta: TokenDelta) -> None:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[part.prompt] = delta.prompt_logprobs
-        if not choice.started:
-            self.num_completion_tokens += choice.num_tokens  # what a resumed stream brought along
-            self.queue_s = max(self.queue_s, delta.queue_s)
-            if choice is next(iter(part.choices.values())):
-                self.num_cached_tokens += delta.num_cached_tokens
+        self.num_completion_tokens += choice.num_tokens  # what a resumed stream brought along
+        self.queue_s = max(self.queue_s, delta.queue_s)
+        if choice is next(iter(part.choices.values())):
+            self.num_cached_tokens += delta.num_cached_tokens
 
     def _piece(self, part: Part, choice: Choice, delta: TokenDelta) -> Piece:
         decoder = choice.decoder
@@ -217,3 +211,14 @@ class Run:
         out = [(start, logprobs) for start, _, logprobs in held[:num_out]]
         choice.held_logprobs = [] if choice.finished else held[num_out:]
         return out
+
+
+def _failure(part: Part, delta: TokenDelta) -> RequestRefused:
+    """Why the engine gave a choice up, for the client."""
+    if delta.finish_reason == "error":
+        return GenerationFailed(f"This request could not be completed: {delta.error}.")
+    if delta.finish_reason == "abort":
+        return Unavailable("The request was aborted by the server.", retry_after_s=1.0)
+    if part.request.deadline_s is not None:
+        return DeadlineExceeded("deadline_ms: the first token was not there in time.", "deadline_ms")
+    return QueueTimeout("The request waited for its first token as long as one may here.")

