@@ -49,6 +49,16 @@ class ConsoleState:
             ],
             "queue": [{"tenant": name, "waiting": count} for name, count in sorted(stats.waiting_by_tenant.items())],
             "routers": view.status.num_routers,
+            "nodes": [
+                {
+                    "id": node.node_id[:8],
+                    "state": "leaving" if node.leaving else "in service",
+                    "groups": node.groups,
+                    "ranks": node.ranks,
+                    "routers": node.routers,
+                }
+                for node in view.nodes
+            ],
             "events": [
                 {"at_ms": round(1000 * (wall_s - view.now_s + event.at_s)), "kind": event.kind, "text": event.text}
                 for event in view.events

@@ -15,6 +15,7 @@ from orcaserve.cluster.wire import (
     ClusterStatus,
     EngineLimits,
     Event,
+    NodeSeen,
     RankStep,
     StepSeen,
     StepTimes,
@@ -108,7 +109,7 @@ class Observer:
         while len(self._lately) > 1 and self._lately[1][0] <= now_s - LATELY_S:
             self._lately.popleft()
 
-    def view(self, status: ClusterStatus, after: int | None, traced: bool) -> View:
+    def view(self, status: ClusterStatus, nodes: list[NodeSeen], after: int | None, traced: bool) -> View:
         """Everything; steps and events only with `after`, and then those that are newer."""
         now_s = self._clock()
         if after is not None:
@@ -124,6 +125,7 @@ class Observer:
             self.figures.snapshot(),
             {name: present[name].minus(past[name]) for name in present},
             self._seq,
+            nodes,
             _newer(self._steps, since),
             _newer(self._rank_steps, since),
             _newer(self._events, since),

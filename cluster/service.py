@@ -33,6 +33,7 @@ from orcaserve.cluster.wire import (
     Hello,
     Leave,
     NodeLeaves,
+    NodeSeen,
     Open,
     Refused,
     Report,
@@ -91,6 +92,7 @@ class SchedulerService:
         self._stream_of: dict[Peer, int] = {}
         self._peer_of: dict[int, Peer] = {}
         self._node_of: dict[Peer, str] = {}
+        self._leaving: set[str] = set()  # nodes
         self._num_streams = 0
         self._lines: dict[int, _Line] = {}
         self._line_of: dict[Peer, tuple[_Line, int]] = {}
@@ -164,6 +166,9 @@ class SchedulerService:
 
     def leave_node(self, node_id: str) -> None:
         """Tell the routers there that they get no successor's work; what they hold goes on."""
+        if node_id not in self._leaving:
+            self._leaving.add(node_id)
+            self.observer.note("node leaves", f"node {node_id[:8]}")
         for peer, node in self._node_of.items():
             if node == node_id:
                 self._routers.send(peer, NodeLeaves())
@@ -172,6 +177,20 @@ class SchedulerService:
         """Choices that clients of this node's routers still wait for."""
         streams = {self._stream_of[peer] for peer, node in self._node_of.items() if node == node_id}
         return self.scheduler.num_open(streams) if streams else 0
+
+    def _nodes(self, status: ClusterStatus) -> list[NodeSeen]:
+        """Where groups and routers are."""
+        ids = {*self._node_of.values(), *(node for group in status.groups for node in group.node_ids)}
+        return [
+            NodeSeen(
+                node,
+                [group.group_id for group in status.groups if node in group.node_ids],
+                sum(group.node_ids.count(node) for group in status.groups),
+                sum(of_router == node for of_router in self._node_of.values()),
+                node in self._leaving,
+            )
+            for node in sorted(ids)
+        ]
 
     # The end
 
@@ -223,7 +242,8 @@ class SchedulerService:
         elif isinstance(message, Report):
             self.observer.figures.add(message.figures)
         elif isinstance(message, AskView):
-            view = self.observer.view(self._status(), message.after, message.traced)
+            status = self._status()
+            view = self.observer.view(status, self._nodes(status), message.after, message.traced)
             self._routers.send(peer, ViewReply(message.call_id, view))
 
     def _submit(self, peer: Peer, message: Submit) -> None:

@@ -86,6 +86,16 @@ class RankStep(msgspec.Struct, frozen=True, array_like=True):
     ended_s: float
 
 
+class NodeSeen(msgspec.Struct, frozen=True, array_like=True):
+    """A machine of the cluster that has work of ours."""
+
+    node_id: str
+    groups: list[int]  # that have a rank here
+    ranks: int
+    routers: int
+    leaving: bool
+
+
 class EngineLimits(msgspec.Struct, frozen=True, array_like=True):
     """What the figures are to be held against."""
 
@@ -104,6 +114,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
     figures: FigureSet
     last_minute: dict[str, Buckets]  # latencies of late, by name
     seq: int  # of the newest step, rank step or event here: ask for what comes after it
+    nodes: list[NodeSeen]
     steps: list[StepSeen]
     rank_steps: list[RankStep]
     events: list[Event]

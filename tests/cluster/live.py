@@ -10,7 +10,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
@@ -169,3 +170,29 @@ def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not come true in time"
         time.sleep(0.01)
+
+
+@contextmanager
+def users(server: LiveServer, num_users: int, key: str = "") -> Iterator[None]:
+    """So many clients that always have a stream open."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    stop = threading.Event()
+
+    def use(number: int) -> None:
+        body = {"prompt": "word " * (10 + number * 7 % 60), "stream": True, "max_tokens": 30, "ignore_eos": True}
+        with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
+            while not stop.is_set():
+                with client.stream("POST", "/v1/completions", json=body) as response:
+                    for _ in response.iter_lines():
+                        if stop.is_set():
+                            break
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(num_users)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(30)

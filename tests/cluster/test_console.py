@@ -4,46 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from orcaserve.cluster.app_config import AppConfig
 from tests.cluster.browser import Browser
-from tests.cluster.live import LiveServer
+from tests.cluster.live import LiveServer, users
 
 IS_READY = "document.getElementById('ready').textContent === 'ready'"
 ENTER, TAB = 13, 9
-
-
-@contextmanager
-def users(server: LiveServer, num_users: int, key: str = "") -> Iterator[None]:
-    """So many clients that always have a stream open."""
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    stop = threading.Event()
-
-    def use(number: int) -> None:
-        body = {"prompt": "word " * (10 + number * 7 % 60), "stream": True, "max_tokens": 30, "ignore_eos": True}
-        with httpx.Client(base_url=server.url, timeout=60, headers=headers) as client:
-            while not stop.is_set():
-                with client.stream("POST", "/v1/completions", json=body) as response:
-                    for _ in response.iter_lines():
-                        if stop.is_set():
-                            break
-
-    threads = [threading.Thread(target=use, args=(number,)) for number in range(num_users)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(30)
 
 
 @pytest.mark.parametrize(("width", "dark", "num_users"), [(1280, False, 0), (390, True, 80)])

@@ -15,8 +15,7 @@ from orcaserve.cli import main
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.step_trace import GROUPS, SCHEDULER, StepTrace
 from orcaserve.cluster.wire import RankStep, StepSeen, StepTimes
-from tests.cluster.live import LiveServer, eventually
-from tests.cluster.test_console import users
+from tests.cluster.live import LiveServer, eventually, users
 
 KEY = "a-key"
 

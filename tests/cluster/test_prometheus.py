@@ -17,8 +17,7 @@ import yaml
 
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.local import free_port
-from tests.cluster.live import LiveServer
-from tests.cluster.test_console import users
+from tests.cluster.live import LiveServer, users
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KEY = "a-key"
