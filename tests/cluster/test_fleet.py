@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pytest
 import ray
 from ray.cluster_utils import Cluster
-from ray.util.placement_group import placement_group_table
+from ray.util.placement_group import placement_group, placement_group_table
 
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import read_model_info
@@ -24,6 +24,7 @@ from orcaserve.cluster.router import find_model
 from orcaserve.cluster.scheduler_actor import OtherOptions, connect, ensure_scheduler
 from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus
+from orcaserve.engine.errors import Unavailable
 from orcaserve.engine.messages import GenerateRequest
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.workers import demo
@@ -75,7 +76,10 @@ class Site:
         return self.run(self.stream.status())
 
     def states(self) -> list[str]:
-        return [group.state for group in self.status().groups]
+        try:
+            return [group.state for group in self.status().groups]
+        except Unavailable:
+            return ["away"]
 
     async def generate(self, prompt: tuple[int, ...], num_tokens: int, stream: EngineStream | None = None) -> list[int]:
         sampling = SamplingParams(max_tokens=num_tokens, seed=3, temperature=0.7, ignore_eos=True)
@@ -138,6 +142,16 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
     assert groups[0].node_ids[0] != groups[1].node_ids[0]
     assert len({pid for group in groups for pid in group.pids}) == 4
     assert placements() == 2
+
+
+def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_placed(site: Site) -> None:
+    placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
+    until(lambda: placements() == 3, 10)
+    before = site.status()
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    until(lambda: site.states() == ["ready", "ready"] and site.status().scheduler_pid != before.scheduler_pid, 60)
+    assert [group.pids for group in site.status().groups] == [group.pids for group in before.groups]
+    until(lambda: placements() == 2, 10)
 
 
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
