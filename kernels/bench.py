@@ -112,9 +112,9 @@ def fastest(run: Callable[[], object], repeats: int, budget_s: float = 4.0) -> f
 
 
 def measure_ceiling(repeats: int) -> Ceiling:
-    memory = huge_pages(512 << 20).fill_(1)  # larger than the caches that a core has to itself
+    memory = huge_pages(256 << 20).fill_(1)  # larger than the caches that a core has to itself
     read_s = fastest(lambda: library().orca_read(memory.data_ptr(), memory.numel()), repeats)
-    wanted = 4_000_000_000
+    wanted = 1_000_000_000
     done = library().orca_multiply_adds(wanted)
     return Ceiling(memory.numel() / read_s, done / fastest(lambda: library().orca_multiply_adds(wanted), repeats))
 

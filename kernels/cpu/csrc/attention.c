@@ -13,13 +13,13 @@
 #include "scratch.h"
 #include "vec.h"
 
-#define TILE 64           // keys scored at a time
+#define TILE 64  // keys scored at a time
 #define TILE_VECS (TILE / LANES)
-#define SEGMENT 256       // keys of one online softmax
-#define ROWS 6            // query rows in registers
-#define BLOCK_ROWS 48     // query rows of one item: about as many as share a tile of keys in the first-level cache
-#define SPLIT_ROWS 24     // items of at most so many rows are shared out by segment
-#define EMPTY (-1e30f)    // the maximum over no keys; finite, so that differences are never NaN
+#define SEGMENT 256     // keys of one online softmax
+#define ROWS 6          // query rows in registers
+#define BLOCK_ROWS 48   // query rows of one item: about as many as share a tile of keys in the first-level cache
+#define SPLIT_ROWS 24   // items of at most so many rows are shared out by segment
+#define EMPTY (-1e30f)  // the maximum over no keys; finite, so that differences are never NaN
 
 struct attention {
     const char *q;
@@ -30,9 +30,9 @@ struct attention {
     int64_t num_requests;
     int num_heads, num_kv_heads, head_dim, window;
     float scale, softcap;
-    int size;      // bytes of an element
-    int group;     // query heads per KV head
-    int padded;    // head_dim rounded up to 2 * LANES
+    int size;    // bytes of an element
+    int group;   // query heads per KV head
+    int padded;  // head_dim rounded up to 2 * LANES
     int block_queries;
     const struct item *items;
     int64_t num_items;
@@ -110,11 +110,6 @@ static void announce(const struct tile *tile) {
 // `sum` go on; what was accumulated before must be multiplied by `correction`.
 static void weigh(const struct attention *c, float *scores, int rows, const int *low, const int *high, float *top,
                   float *sum, float *correction) {
-    static const veci lane = {0, 1, 2, 3, 4, 5, 6, 7
-#if VEC512
-                              , 8, 9, 10, 11, 12, 13, 14, 15
-#endif
-    };
     vecf change = {0};
     for (int r = 0; r < rows; r++) {
         float *row = scores + r * TILE;
@@ -125,7 +120,7 @@ static void weigh(const struct attention *c, float *scores, int rows, const int 
         }
         if (low[r] > 0 || high[r] < TILE)
             for (int v = 0; v < TILE_VECS; v++) {
-                veci at = lane + v * LANES;
+                veci at = vec_lanes() + v * LANES;
                 s[v] = vec_select((at >= low[r]) & (at < high[r]), s[v], vec_set(-INFINITY));
             }
         for (int v = 0; v < TILE_VECS; v++) {
@@ -287,9 +282,9 @@ static void run_items(const struct attention *c, int64_t begin, int64_t end, int
     }
 }
 
-#define RUN_JOB(name, dtype)                                              \
+#define RUN_JOB(name, dtype)                                            \
     static void name(const void *context, int64_t begin, int64_t end) { \
-        run_items(context, begin, end, dtype);                           \
+        run_items(context, begin, end, dtype);                          \
     }
 RUN_JOB(run_f32, FLOAT32)
 RUN_JOB(run_bf16, BFLOAT16)
@@ -304,11 +299,26 @@ void orca_paged_attention(int dtype, const void *q, int64_t q_stride, void *out,
     static const int element_bytes[] = {4, 2, 2};
     const int group = num_heads / num_kv_heads;
     struct attention c = {
-        .q = q, .out = out, .k_cache = k_cache, .v_cache = v_cache, .query_start = query_start,
-        .context_lens = context_lens, .block_tables = block_tables, .q_stride = q_stride, .table_stride = table_stride,
-        .block_size = block_size, .num_requests = num_requests, .num_heads = num_heads, .num_kv_heads = num_kv_heads,
-        .head_dim = head_dim, .window = window, .scale = scale, .softcap = softcap, .size = element_bytes[dtype],
-        .group = group, .padded = (head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES),
+        .q = q,
+        .out = out,
+        .k_cache = k_cache,
+        .v_cache = v_cache,
+        .query_start = query_start,
+        .context_lens = context_lens,
+        .block_tables = block_tables,
+        .q_stride = q_stride,
+        .table_stride = table_stride,
+        .block_size = block_size,
+        .num_requests = num_requests,
+        .num_heads = num_heads,
+        .num_kv_heads = num_kv_heads,
+        .head_dim = head_dim,
+        .window = window,
+        .scale = scale,
+        .softcap = softcap,
+        .size = element_bytes[dtype],
+        .group = group,
+        .padded = (head_dim + 2 * LANES - 1) / (2 * LANES) * (2 * LANES),
         .block_queries = group < BLOCK_ROWS ? BLOCK_ROWS / group : 1,
     };
     struct plan plan = {0};

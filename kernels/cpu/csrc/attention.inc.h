@@ -45,8 +45,8 @@ INLINE void NAME(score)(const float *q, int padded, const uint32_t *keys, float 
 
 // acc[rows][columns of values from `column` on] = acc * correction + weights . values. With PAIRS 2 * LANES columns are
 // kept as the even ones, then the odd ones. On the way the keys and values of the tile `ahead` are fetched.
-INLINE void NAME(add_values)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
-                             const float *correction, float *acc, int rows, int vecs) {
+INLINE void NAME(add_values)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded,
+                             const float *weights, const float *correction, float *acc, int rows, int vecs) {
     vecf a[ROWS][4];
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < vecs; v++)
@@ -81,8 +81,8 @@ INLINE void NAME(add_values)(const struct tile *tile, const struct tile *ahead, 
 
 static void NAME(score_rows)(const float *q, int padded, const uint32_t *keys, float *scores, int rows) {
     switch (rows) {
-#define CASE(n)                                      \
-    case n:                                          \
+#define CASE(n)                                  \
+    case n:                                      \
         NAME(score)(q, padded, keys, scores, n); \
         break;
         ROWS_CASES(CASE)
@@ -90,11 +90,11 @@ static void NAME(score_rows)(const float *q, int padded, const uint32_t *keys, f
     }
 }
 
-static void NAME(add_four)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
-                           const float *correction, float *acc, int rows) {
+static void NAME(add_four)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded,
+                           const float *weights, const float *correction, float *acc, int rows) {
     switch (rows) {
-#define CASE(n)                                                                                   \
-    case n:                                                                                       \
+#define CASE(n)                                                                               \
+    case n:                                                                                   \
         NAME(add_values)(tile, ahead, count, column, padded, weights, correction, acc, n, 4); \
         break;
         ROWS_CASES(CASE)
@@ -102,11 +102,11 @@ static void NAME(add_four)(const struct tile *tile, const struct tile *ahead, in
     }
 }
 
-static void NAME(add_two)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded, const float *weights,
-                          const float *correction, float *acc, int rows) {
+static void NAME(add_two)(const struct tile *tile, const struct tile *ahead, int count, int column, int padded,
+                          const float *weights, const float *correction, float *acc, int rows) {
     switch (rows) {
-#define CASE(n)                                                                                   \
-    case n:                                                                                       \
+#define CASE(n)                                                                               \
+    case n:                                                                                   \
         NAME(add_values)(tile, ahead, count, column, padded, weights, correction, acc, n, 2); \
         break;
         ROWS_CASES(CASE)
@@ -122,7 +122,8 @@ INLINE void NAME(find_tile)(const struct attention *c, const struct item *item, 
     tile->count = last - begin < TILE ? (int)(last - begin) : TILE;
     int64_t block = begin / c->block_size, offset = begin % c->block_size;
     for (int i = 0; i < tile->count; block++, offset = 0) {
-        const char *row = c->k_cache + (table[block] * (int64_t)c->num_kv_heads + item->kv_head) * head_bytes + offset * row_bytes;
+        const char *row =
+            c->k_cache + (table[block] * (int64_t)c->num_kv_heads + item->kv_head) * head_bytes + offset * row_bytes;
         const int end = tile->count - i < c->block_size - offset ? tile->count : i + (int)(c->block_size - offset);
         for (; i < end; i++, row += row_bytes) tile->rows[i] = row;
     }

@@ -45,7 +45,8 @@ static void head_norm_job(const void *context, int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; token++) {
         char *q = c->qkv + token * c->token_bytes, *k = q + c->q_bytes;
         orca_rms_norm(d->dtype, q, d->head_dim, NULL, 0, c->layer->q_norm, q, NULL, d->num_heads, d->head_dim, d->eps);
-        orca_rms_norm(d->dtype, k, d->head_dim, NULL, 0, c->layer->k_norm, k, NULL, d->num_kv_heads, d->head_dim, d->eps);
+        orca_rms_norm(d->dtype, k, d->head_dim, NULL, 0, c->layer->k_norm, k, NULL, d->num_kv_heads, d->head_dim,
+                      d->eps);
     }
 }
 
@@ -63,8 +64,10 @@ int orca_decoder_layers(const struct decoder *d, const struct decoder_batch *bat
     const int64_t rows = batch->num_tokens, size = d->dtype == 0 ? 4 : 2, hidden = d->hidden;
     const int64_t q_width = (int64_t)d->num_heads * d->head_dim, kv_width = (int64_t)d->num_kv_heads * d->head_dim;
     const int64_t qkv_width = q_width + 2 * kv_width;
-    char *normed = scratch_of(SCRATCH_DECODER, (size_t)(rows * size * (hidden + qkv_width + 2 * q_width + 3 * d->intermediate)));
-    char *qkv = normed + rows * size * hidden, *q = qkv + rows * size * qkv_width, *attended = q + rows * size * q_width;
+    char *normed =
+        scratch_of(SCRATCH_DECODER, (size_t)(rows * size * (hidden + qkv_width + 2 * q_width + 3 * d->intermediate)));
+    char *qkv = normed + rows * size * hidden, *q = qkv + rows * size * qkv_width,
+         *attended = q + rows * size * q_width;
     char *gate_up = attended + rows * size * q_width, *gated = gate_up + rows * size * 2 * d->intermediate;
     int error;
     for (int64_t i = 0; i < d->num_layers; i++) {
@@ -73,9 +76,11 @@ int orca_decoder_layers(const struct decoder *d, const struct decoder_batch *bat
             memcpy(residual, x, (size_t)(rows * hidden * size));
             orca_rms_norm(d->dtype, x, hidden, NULL, 0, layer->input_norm, normed, NULL, rows, hidden, d->eps);
         } else {
-            orca_rms_norm(d->dtype, x, hidden, residual, hidden, layer->input_norm, normed, residual, rows, hidden, d->eps);
+            orca_rms_norm(d->dtype, x, hidden, residual, hidden, layer->input_norm, normed, residual, rows, hidden,
+                          d->eps);
         }
-        orca_linear(d->dtype, d->dtype, normed, hidden, layer->qkv, layer->qkv_bias, qkv, qkv_width, rows, hidden, qkv_width);
+        orca_linear(d->dtype, d->dtype, normed, hidden, layer->qkv, layer->qkv_bias, qkv, qkv_width, rows, hidden,
+                    qkv_width);
         if (layer->q_norm) {
             struct head_norm context = {d, layer, qkv, qkv_width * size, q_width * size};
             pool_run(rows, 8, rows > 8 ? pool_threads() : 1, head_norm_job, &context);
@@ -87,12 +92,13 @@ int orca_decoder_layers(const struct decoder *d, const struct decoder_batch *bat
                              batch->context_lens, batch->block_tables, batch->table_stride, batch->num_requests,
                              d->num_heads, d->num_kv_heads, d->head_dim, d->block_size, layer->scale, layer->window,
                              layer->softcap);
-        orca_linear(d->dtype, d->dtype, attended, q_width, layer->output, layer->output_bias, x, hidden, rows, q_width, hidden);
+        orca_linear(d->dtype, d->dtype, attended, q_width, layer->output, layer->output_bias, x, hidden, rows, q_width,
+                    hidden);
         if ((error = reduce(d, x, rows))) return error;
         norm_in_place(d, layer->after_attention_norm, x, rows);
         orca_rms_norm(d->dtype, x, hidden, residual, hidden, layer->mlp_norm, normed, residual, rows, hidden, d->eps);
-        orca_linear(d->dtype, d->dtype, normed, hidden, layer->gate_up, layer->gate_up_bias, gate_up, 2 * d->intermediate,
-                    rows, hidden, 2 * d->intermediate);
+        orca_linear(d->dtype, d->dtype, normed, hidden, layer->gate_up, layer->gate_up_bias, gate_up,
+                    2 * d->intermediate, rows, hidden, 2 * d->intermediate);
         orca_gate_mul(d->dtype, d->gelu, gate_up, 2 * d->intermediate, gate_up + d->intermediate * size,
                       2 * d->intermediate, gated, rows, d->intermediate);
         orca_linear(d->dtype, d->dtype, gated, d->intermediate, layer->down, layer->down_bias, x, hidden, rows,

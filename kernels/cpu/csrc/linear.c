@@ -32,8 +32,8 @@ struct linear {
 };
 
 // Adds the bias and rounds. Out of line, so that the many tile functions below stay small and quick to compile.
-static __attribute__((noinline)) void store_tile(const struct linear *c, int64_t row, int64_t column,
-                                                 const float *sums, int tile_rows) {
+static __attribute__((noinline)) void store_tile(const struct linear *c, int64_t row, int64_t column, const float *sums,
+                                                 int tile_rows) {
     float bias[PANEL] = {0};
     const int64_t left = c->out_features - column;
     const int width = left < PANEL ? (int)left : PANEL;
@@ -111,13 +111,12 @@ typedef void (*tile_fn)(const struct linear *, int64_t, int64_t, const char *, c
         tile(c, row, column, w, ahead, step, is_bf16, rows, 1);                                                  \
     }
 #if VEC512
-#define FOR_TILE_ROWS(X, ...) \
-    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5) X(__VA_ARGS__, 6) \
-    X(__VA_ARGS__, 7) X(__VA_ARGS__, 8) X(__VA_ARGS__, 9) X(__VA_ARGS__, 10) X(__VA_ARGS__, 11)                 \
-    X(__VA_ARGS__, 12)
+#define FOR_TILE_ROWS(X, ...)                                                                                   \
+    X(__VA_ARGS__, 1)                                                                                           \
+    X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5) X(__VA_ARGS__, 6) X(__VA_ARGS__, 7) \
+        X(__VA_ARGS__, 8) X(__VA_ARGS__, 9) X(__VA_ARGS__, 10) X(__VA_ARGS__, 11) X(__VA_ARGS__, 12)
 #else
-#define FOR_TILE_ROWS(X, ...) \
-    X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5)
+#define FOR_TILE_ROWS(X, ...) X(__VA_ARGS__, 1) X(__VA_ARGS__, 2) X(__VA_ARGS__, 3) X(__VA_ARGS__, 4) X(__VA_ARGS__, 5)
 #endif
 FOR_TILE_ROWS(TILE, f32, 0)
 FOR_TILE_ROWS(TILE, bf16, 1)
@@ -159,7 +158,8 @@ INLINE float get_x(const struct arrange *c, int64_t row, int64_t i) {
                                               : get_bf16((const bf16 *)c->x + row * c->x_stride + i);
 }
 
-// Widens x to float and turns each pass round: its rows lie side by side, feature after feature, as the tiles read them.
+// Widens x to float and turns each pass round: its rows lie side by side, feature after feature, as the tiles read
+// them.
 static void arrange_job(const void *context, int64_t begin, int64_t end) {
     const struct arrange *c = context;
     const int64_t features = c->linear->in_features;
@@ -232,7 +232,8 @@ static void pack_rest(const struct pack *c, int64_t feature, int64_t first_step,
 
 static void pack_job(const void *context, int64_t begin, int64_t end) {
     const struct pack *c = context;
-    const int64_t row_bytes = c->stride * (c->is_bf16 ? 2 : 4), whole_steps = c->is_bf16 ? c->in_features / 2 : c->in_features;
+    const int64_t row_bytes = c->stride * (c->is_bf16 ? 2 : 4),
+                  whole_steps = c->is_bf16 ? c->in_features / 2 : c->in_features;
     const int64_t steps = c->is_bf16 ? (c->in_features + 1) / 2 : c->in_features;
     for (int64_t panel = begin; panel < end; panel++)
         for (int64_t column = 0; column < PANEL; column += LANES) {

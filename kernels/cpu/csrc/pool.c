@@ -17,6 +17,7 @@
 
 #define MAX_THREADS 128
 #define SPIN_NS 50000
+#define JOIN_SPIN_NS 20000
 
 struct range {
     _Alignas(64) atomic_llong next;
@@ -24,9 +25,10 @@ struct range {
 };
 
 static struct {
-    pthread_mutex_t caller;         // held by whoever has a job running
-    _Alignas(64) atomic_uint word;  // odd: a job is open. Counts up by one at every opening and closing; the futex
-    _Alignas(64) atomic_int inside; // members at work
+    pthread_mutex_t caller;           // held by whoever has a job running
+    _Alignas(64) atomic_uint word;    // odd: a job is open. Counts up by one at every opening and closing; the futex
+    _Alignas(64) atomic_uint inside;  // members at work; a futex of the caller, once all items are taken
+    atomic_int caller_asleep;
     _Alignas(64) atomic_int asleep;
     int members;  // threads started, the caller not counted
     atomic_int wanted;
@@ -92,7 +94,8 @@ static void *member(void *argument) {
         atomic_fetch_add(&pool.inside, 1);
         seen = atomic_load(&pool.word);
         if ((seen & 1) && thread < pool.team) work(thread);
-        atomic_fetch_sub(&pool.inside, 1);
+        if (atomic_fetch_sub(&pool.inside, 1) == 1 && atomic_load(&pool.caller_asleep))
+            syscall(SYS_futex, &pool.inside, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
     }
     return NULL;
 }
@@ -108,6 +111,21 @@ static void grow(int threads) {
         pool.members++;
     }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+// The last items end within microseconds, unless a member lost its core in one. Then the caller gives up its own, so
+// that the system may put the member there.
+static void await_members(void) {
+    const int64_t deadline = now_ns() + JOIN_SPIN_NS;
+    for (unsigned inside; (inside = atomic_load(&pool.inside));) {
+        if (now_ns() < deadline) {
+            relax();
+            continue;
+        }
+        atomic_store(&pool.caller_asleep, 1);
+        syscall(SYS_futex, &pool.inside, FUTEX_WAIT_PRIVATE, inside, NULL, NULL, 0);
+        atomic_store(&pool.caller_asleep, 0);
+    }
 }
 
 void pool_run(int64_t count, int64_t grain, int threads, job_fn run, const void *context) {
@@ -130,7 +148,7 @@ void pool_run(int64_t count, int64_t grain, int threads, job_fn run, const void 
     if (atomic_load(&pool.asleep)) syscall(SYS_futex, &pool.word, FUTEX_WAKE_PRIVATE, pool.members, NULL, NULL, 0);
     work(0);
     atomic_fetch_add(&pool.word, 1);
-    while (atomic_load(&pool.inside)) relax();
+    if (atomic_load(&pool.inside)) await_members();
     pthread_mutex_unlock(&pool.caller);
 }
 

@@ -93,15 +93,22 @@ void orca_rope_kv_write(int dtype, const void *q, int64_t q_stride, const void *
                         int64_t v_stride, const float *cos_sin, const int64_t *positions, const int64_t *slots,
                         void *q_out, void *k_cache, void *v_cache, int64_t rows, int num_heads, int num_kv_heads,
                         int head_dim, int64_t block_size) {
-    struct rope context = {q,         k,     v,        q_out,    k_cache,  v_cache,    cos_sin,   positions,
-                           slots,     q_stride, k_stride, v_stride, block_size, num_heads, num_kv_heads, head_dim};
+    struct rope context = {q,     k,        v,        q_out,    k_cache,    v_cache,   cos_sin,      positions,
+                           slots, q_stride, k_stride, v_stride, block_size, num_heads, num_kv_heads, head_dim};
     run_rows(rows, 2 * (num_heads + 2 * num_kv_heads) * head_dim * element_bytes[dtype], rope_jobs[dtype], &context);
 }
 
 void orca_kv_write(int dtype, const void *k, int64_t k_stride, const void *v, int64_t v_stride, const int64_t *slots,
                    void *k_cache, void *v_cache, int64_t rows, int num_kv_heads, int head_dim, int64_t block_size) {
-    struct rope context = {.k = k, .v = v, .k_cache = k_cache, .v_cache = v_cache, .slots = slots, .k_stride = k_stride,
-                           .v_stride = v_stride, .block_size = block_size, .num_kv_heads = num_kv_heads,
+    struct rope context = {.k = k,
+                           .v = v,
+                           .k_cache = k_cache,
+                           .v_cache = v_cache,
+                           .slots = slots,
+                           .k_stride = k_stride,
+                           .v_stride = v_stride,
+                           .block_size = block_size,
+                           .num_kv_heads = num_kv_heads,
                            .head_dim = head_dim};
     run_rows(rows, 4 * num_kv_heads * head_dim * element_bytes[dtype], write_jobs[dtype], &context);
 }

@@ -44,19 +44,17 @@ INLINE vecf NAME(gelu_of)(vecf x) {  // the tanh approximation
     return vec_set(0.5f) * x * (vec_set(1.0f) + vec_tanh(inner));
 }
 
-#define GATE_JOB(job, activation)                                                   \
-    static void job(const void *context, int64_t begin, int64_t end) {              \
-        const struct gate *c = context;                                             \
-        for (int64_t row = begin; row < end; row++) {                               \
-            const T *gate = (const T *)c->gate + row * c->gate_stride;              \
-            const T *up = (const T *)c->up + row * c->up_stride;                    \
-            T *out = (T *)c->out + row * c->width;                                  \
-            int64_t i = 0;                                                          \
-            for (; i + LANES <= c->width; i += LANES)                               \
-                STORE(out + i, activation(LOAD(gate + i)) * LOAD(up + i));          \
-            for (; i < c->width; i++)                                               \
-                PUT(out + i, activation(vec_set(GET(gate + i)))[0] * GET(up + i));  \
-        }                                                                           \
+#define GATE_JOB(job, activation)                                                                                \
+    static void job(const void *context, int64_t begin, int64_t end) {                                           \
+        const struct gate *c = context;                                                                          \
+        for (int64_t row = begin; row < end; row++) {                                                            \
+            const T *gate = (const T *)c->gate + row * c->gate_stride;                                           \
+            const T *up = (const T *)c->up + row * c->up_stride;                                                 \
+            T *out = (T *)c->out + row * c->width;                                                               \
+            int64_t i = 0;                                                                                       \
+            for (; i + LANES <= c->width; i += LANES) STORE(out + i, activation(LOAD(gate + i)) * LOAD(up + i)); \
+            for (; i < c->width; i++) PUT(out + i, activation(vec_set(GET(gate + i)))[0] * GET(up + i));         \
+        }                                                                                                        \
     }
 GATE_JOB(NAME(silu), NAME(silu_of))
 GATE_JOB(NAME(gelu), NAME(gelu_of))

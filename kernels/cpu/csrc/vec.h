@@ -41,6 +41,14 @@ INLINE vecf vec_set(float x) {
     return x - (vecf){};
 }
 
+INLINE veci vec_lanes(void) {  // {0, 1, 2, ...}
+#if VEC512
+    return (veci){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#else
+    return (veci){0, 1, 2, 3, 4, 5, 6, 7};
+#endif
+}
+
 INLINE vecf vec_fma(vecf a, vecf b, vecf c) {
 #if VEC512
     return (vecf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -95,9 +103,9 @@ INLINE float vec_top(vecf v) {
 }
 
 // exp(x) within 2 units in the last place: x = n ln 2 + r, a polynomial for exp(r) (coefficients of the Taylor series
-// suffice for |r| <= ln 2 / 2 in float32), times 2^n. exp(0) is exactly 1. Below -87.3, where the result would no longer
-// be a normal number, it is exactly 0: one masked score would else cost a hundred cycles of microcode. NaN stays NaN, for
-// vec_max and vec_min return their second operand when it is one.
+// suffice for |r| <= ln 2 / 2 in float32), times 2^n. exp(0) is exactly 1. Below -87.3, where the result would no
+// longer be a normal number, it is exactly 0: one masked score would else cost a hundred cycles of microcode. NaN stays
+// NaN, for vec_max and vec_min return their second operand when it is one.
 INLINE vecf vec_exp(vecf x) {
     const vecf shift = vec_set(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     const vecf least = vec_set(-87.3f);
@@ -171,7 +179,7 @@ INLINE void store_bf16(bf16 *p, vecf v) {
     vecu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vecu quiet = (bits >> 16) | 0x40;
     vecu nan = (vecu)(v != v);
-    *(vech_mem *)p = (vech_mem)__builtin_convertvector((nan & quiet) | (~nan & rounded), vech);
+    *(vech_mem *)p = (vech_mem) __builtin_convertvector((nan & quiet) | (~nan & rounded), vech);
 #endif
 }
 
@@ -228,7 +236,8 @@ INLINE void transpose(vecu *rows) {
         u[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
     }
     for (int j = 0; j < 4; j++) {
-        __m512i even_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88), odd_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
+        __m512i even_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0x88),
+                odd_top = _mm512_shuffle_i32x4(u[j], u[4 + j], 0xdd);
         __m512i even_low = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0x88);
         __m512i odd_low = _mm512_shuffle_i32x4(u[8 + j], u[12 + j], 0xdd);
         rows[j] = (vecu)_mm512_shuffle_i32x4(even_top, even_low, 0x88);
@@ -238,7 +247,8 @@ INLINE void transpose(vecu *rows) {
     }
 #else
     static const veci low[3] = {{0, 8, 2, 10, 4, 12, 6, 14}, {0, 1, 8, 9, 4, 5, 12, 13}, {0, 1, 2, 3, 8, 9, 10, 11}};
-    static const veci high[3] = {{1, 9, 3, 11, 5, 13, 7, 15}, {2, 3, 10, 11, 6, 7, 14, 15}, {4, 5, 6, 7, 12, 13, 14, 15}};
+    static const veci high[3] = {
+        {1, 9, 3, 11, 5, 13, 7, 15}, {2, 3, 10, 11, 6, 7, 14, 15}, {4, 5, 6, 7, 12, 13, 14, 15}};
 #pragma GCC unroll 3
     for (int round = 0; round < 3; round++)
 #pragma GCC unroll 8
