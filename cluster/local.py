@@ -39,6 +39,7 @@ class LocalRay:
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
             **_inner_ports(),
             "RAY_SERVE_LOG_TO_STDERR": "0",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",  # three of Ray's 5 s are too short on a machine that is busy
             **ROUTER_ENVIRONMENT,
         }
         if self.has_haproxy:
