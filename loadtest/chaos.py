@@ -44,6 +44,7 @@ class DrillOptions(msgspec.Struct, frozen=True, kw_only=True):
     mean_gap_s: float = 1.0  # at random: this long after the service is whole again
     wounded_share: float = 0.2  # of the faults at random that do not wait for that
     heal_timeout_s: float = 180.0
+    limit_s: float = 0.0  # no more faults after this long; 0: all of them, however long that takes
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -204,7 +205,7 @@ class Drill:
     # Faults
 
     async def _strike_all(self, client: AsyncClient) -> None:
-        options = self._options
+        options, began_s = self._options, time.monotonic()
         await self._whole(client)
         for number, kind in enumerate(schedule(options.kinds, options.num_faults, self._rng)):
             if options.every_s:
@@ -215,6 +216,8 @@ class Drill:
                 await asyncio.sleep(self._rng.expovariate(1 / options.mean_gap_s))
             await self._strike(kind)
             self._say(f"{number + 1}/{options.num_faults} {kind}, {len(self._running)} streams under way")
+            if options.limit_s and time.monotonic() - began_s > options.limit_s:
+                break
         await self._whole(client)
 
     async def _strike(self, kind: FaultKind) -> None:

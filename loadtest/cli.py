@@ -197,6 +197,7 @@ def chaos(
     faults: Annotated[int, typer.Option(min=1, help="As many of each kind as can be.")] = 200,
     seed: Seed = 0,
     every: Annotated[float, typer.Option(help="A fault every so many seconds; 0: at random times.")] = 0.0,
+    limit_s: Annotated[float, typer.Option(help="Fewer faults when this many seconds have passed; 0: all.")] = 0.0,
     users: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 12,
     groups: Annotated[int, typer.Option(min=1)] = 2,
     nodes: Annotated[int, typer.Option(help="Pretended nodes with a group each, which are lost too; 0: none.")] = 0,
@@ -217,7 +218,12 @@ def chaos(
             raise ValueError("url and pid: a server that runs already is named by both")
         place = stack.enter_context(drill_place(model, groups, nodes, url, pid, seed))
         options = drills.DrillOptions(
-            kinds=drills.parse_kinds(kinds, nodes), num_faults=faults, seed=seed, every_s=every, users=users
+            kinds=drills.parse_kinds(kinds, nodes),
+            num_faults=faults,
+            seed=seed,
+            every_s=every,
+            users=users,
+            limit_s=limit_s,
         )
         report = asyncio.run(drills.Drill(place.url, place.injector, options, console.print).run())
     print_json(report)

@@ -144,16 +144,6 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
     assert placements() == 2
 
 
-def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_placed(site: Site) -> None:
-    placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
-    until(lambda: placements() == 3, 10)
-    before = site.status()
-    os.kill(before.scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready", "ready"] and site.status().scheduler_pid != before.scheduler_pid, 60)
-    assert [group.pids for group in site.status().groups] == [group.pids for group in before.groups]
-    until(lambda: placements() == 2, 10)
-
-
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
     expected = [site.run(site.generate(prompt, 60)) for prompt in prompts]
@@ -207,6 +197,17 @@ def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
     until(lambda: site.status().scheduler.waiting == 6, 10)
     ray.get(site.scheduler.resize.remote(1))
     assert [len(future.result(90)) for future in running] == [5] * 6
+
+
+def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_placed(site: Site) -> None:
+    until(lambda: site.states() == ["ready"], 30)
+    placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
+    until(lambda: placements() == 2, 10)
+    before = site.status()
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    until(lambda: site.states() == ["ready"] and site.status().scheduler_pid != before.scheduler_pid, 60)
+    assert [group.pids for group in site.status().groups] == [group.pids for group in before.groups]
+    until(lambda: placements() == 1, 10)
 
 
 def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
