@@ -83,6 +83,9 @@ class NullScheduler:
         pids = await asyncio.gather(*(rank.pid.remote() for rank in self._ranks))
         return {"scheduler": [os.getpid()], "ranks": list(pids)}
 
+    async def other_options(self, config: ServeConfig) -> list[str]:
+        return [name for name, value in config if value != getattr(self._config, name)]
+
     async def router_endpoint(self) -> Endpoint:
         return self._service.router_endpoint
 
