@@ -187,6 +187,7 @@ class _Work:
     def _note_first(self, run: Run) -> None:
         seconds = time.perf_counter() - self._arrived_s
         self._call.notes["ttft_ms"] = round(seconds * 1000, 2)
+        self._call.notes["queue_ms"] = round(run.queue_s * 1000, 2)
         self._generator.metrics.first_token(seconds, run.queue_s, self._call.tenant.name)
 
     def _new_tokens(self, run: Run) -> int:
