@@ -101,6 +101,7 @@ def test_case_03_usage_only_when_asked_for(
     server: LiveServer, path: str, options: dict[str, bool] | None, want: int
 ) -> None:
     body: dict[str, Any] = {"messages": user("SAY:one two")} if path == CHAT else {"prompt": "SAY:one two"}
+    body |= {"temperature": 0, "max_tokens": 20}
     events = server.events(path, body if options is None else body | {"stream_options": options})
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
@@ -149,7 +150,7 @@ def test_case_23_counts_cover_what_was_emitted(server: LiveServer) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_streams_and_whole_answers_agree_for_each_choice(server: LiveServer, path: str, n: int) -> None:
     body: dict[str, Any] = {"messages": user("SAY:alpha beta gamma")} if path == CHAT else {"prompt": "SAY:alpha beta"}
-    body |= {"n": n, "max_tokens": 20, "logprobs": True if path == CHAT else 1}
+    body |= {"n": n, "temperature": 0, "max_tokens": 20, "logprobs": True if path == CHAT else 1}
     chunks = [json.loads(event) for event in server.events(path, body)[:-1]]
     whole = server.client.post(path, json=body).json()
     assert [choice["index"] for choice in whole["choices"]] == list(range(n))
