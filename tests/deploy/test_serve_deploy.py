@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from orcaserve.cluster.local import free_port
+from orcaserve.loadtest.serving import processes_under
 from orcaserve.workers import demo
 
 SERVE = Path(__file__).parents[2] / "deploy" / "kubernetes" / "overlays" / "cpu" / "serve.yaml"
@@ -71,16 +72,27 @@ def ask(url: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         return 0, None
 
 
-def test_the_cpu_overlay_answers(dashboard: str, tmp_path: Path) -> None:
+def deploy(dashboard: str, config: dict[str, Any], folder: Path) -> None:
+    file = folder / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+    command = [str(BIN / "serve"), "deploy", "--address", dashboard, str(file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+def actors() -> list[str]:
+    """Of the engine, as processes."""
+    names = ("ray::SchedulerActor", "ray::WorkerActor")
+    return [line for line in processes_under(os.getpid()).values() if line.startswith(names)]
+
+
+def test_the_cpu_overlay_answers_and_leaves_nothing(dashboard: str, tmp_path: Path) -> None:
     demo.pull("smollm2-135m")
     config = yaml.safe_load(yaml.safe_load(SERVE.read_text())["spec"]["serveConfigV2"])
     assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
     config["http_options"] = {"host": "127.0.0.1", "port": free_port()}  # as the rest of this test: loopback alone
-    file = tmp_path / "serve.yaml"
-    file.write_text(yaml.safe_dump(config))
-    deploy = [str(BIN / "serve"), "deploy", "--address", dashboard, str(file)]
-    run = subprocess.run(deploy, capture_output=True, text=True, timeout=120, env=os.environ)
-    assert run.returncode == 0, run.stdout + run.stderr
+    config["applications"][0]["args"]["orphan_timeout_s"] = 1.0
+    deploy(dashboard, config, tmp_path)
 
     url = f"http://127.0.0.1:{config['http_options']['port']}"
     deadline_s = time.monotonic() + 180
@@ -95,3 +107,10 @@ def test_the_cpu_overlay_answers(dashboard: str, tmp_path: Path) -> None:
     assert "Berlin" in answer["choices"][0]["message"]["content"]
     _, models = ask(f"{url}/v1/models")
     assert models["data"][0]["max_model_len"] == config["applications"][0]["args"]["max_model_len"]
+
+    assert actors()
+    deploy(dashboard, config | {"applications": []}, tmp_path)  # what was detached from the routers goes with them
+    deadline_s = time.monotonic() + 60
+    while actors():
+        assert time.monotonic() < deadline_s, actors()
+        time.sleep(0.5)
