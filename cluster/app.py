@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.app_edge import Edge, Receive, Scope, Send
-from orcaserve.cluster.app_generate import Generator
+from orcaserve.cluster.app_generate import GENERATIONS, Generation, Generator
 from orcaserve.cluster.app_metrics import RequestMetrics
 from orcaserve.cluster.app_prepare import Preparer
 from orcaserve.cluster.app_routes import create_routes
@@ -50,7 +50,15 @@ class Surface:
         self.metrics = RequestMetrics(model.name, engine.report)
         self.generator = Generator(config, preparer, engine, self.metrics, Tracer(processor, model.name))
         self.routes = create_routes(self.generator)
-        self.asgi: Asgi = Edge(self.routes, config, keys, self.metrics, behind_serve)
+        self.asgi: Asgi = Edge(self._dispatch, config, keys, self.metrics, behind_serve)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generations go straight to their work: the framework's way there is a third of a request's cost."""
+        kind = GENERATIONS.get(scope.get("path", "")) if scope.get("method") == "POST" else None
+        if kind is None:
+            await self.routes(scope, receive, send)
+        else:
+            await Generation(self.generator, kind)(scope, receive, send)
 
     async def close(self) -> None:
         """End the helper processes, and send the last spans."""

@@ -50,6 +50,12 @@ class Generator:
         self.started_at = int(time.time())
 
 
+GENERATIONS: dict[str, type[ChatCompletionRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/completions": CompletionRequest,
+}
+
+
 class Generation(Response):
     """A Starlette response that does all the work when it is called."""
 
