@@ -30,6 +30,8 @@ from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus
 from orcaserve.engine.messages import GenerateRequest
 from orcaserve.engine.sampling import SamplingParams
+from orcaserve.loadtest.chaos import Drill, DrillOptions, parse_kinds
+from orcaserve.loadtest.faults import Injector
 from orcaserve.loadtest.serving import Serving, still_alive
 from orcaserve.workers import demo
 
@@ -42,7 +44,7 @@ CHAT = {
 }
 OPTIONS = (
     *("--dtype", "float32", "--groups", "2", "--num-threads", "1"),
-    *("--kv-cache-memory", "300MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "64"),
+    *("--kv-cache-memory", "128MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "64"),
 )
 
 
@@ -302,6 +304,7 @@ def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Drive
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
 
 
+@pytest.mark.nightly  # the drill below does it too
 def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver: Driver) -> None:
     crowd = Crowd(driver)
     [router] = [pid for pid, command in serving.processes().items() if "ServeReplica:orcaserve:router" in command]
@@ -312,6 +315,52 @@ def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver:
     wait_until(lambda: serving.get("/ready")[0] == 200, 30)
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
     wait_until(lambda: is_idle(driver), 2)
+
+
+def test_a_drill_loses_nothing(serving: Serving) -> None:
+    """Two faults of each kind under load; `make drill` is the long one."""
+    options = DrillOptions(
+        kinds=parse_kinds("", num_nodes=0),
+        num_faults=10,
+        users=6,
+        num_cases=4,
+        prompt_tokens=(5, 60),
+        output_tokens=(40, 80),
+        mean_gap_s=0.2,
+    )
+    injector = Injector(serving.process.pid, random.Random(3))
+    report = asyncio.run(Drill(serving.url, injector, options, lambda _: None).run())
+    assert report.faults == dict.fromkeys(options.kinds, 2)
+    assert (report.lost, report.repeated_tokens, report.missing_tokens, report.leaked_blocks) == (0, 0, 0, 0), report
+    assert report.whole_again
+    assert report.identical == report.accepted > 10
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "num_rounds"), [(8, 1), pytest.param(64, 10, marks=pytest.mark.nightly)], ids=["short", "long"]
+)
+def test_case_40_no_answer_holds_anothers_words(driver: Driver, num_documents: int, num_rounds: int) -> None:
+    """64 at a time behind one shared prefix, each with a document of its own, a quarter aborted at random moments."""
+    [shared, *documents] = prompts_of(64, *[96] * num_documents)
+    cases = [(shared + document, 16, 0.0) for document in documents]
+    expected = [driver.run(driver.generate(*case)) for case in cases]
+    chance = random.Random(40)
+
+    async def one(number: int) -> None:
+        answer = asyncio.ensure_future(driver.generate(*cases[number]))
+        if chance.random() < 0.25:
+            await asyncio.wait((answer,), timeout=chance.uniform(0, 2))
+            answer.cancel()
+            await asyncio.wait((answer,))
+        if not answer.cancelled():
+            assert await answer == expected[number]
+
+    async def round_of_all() -> None:
+        await asyncio.gather(*(one(i % num_documents) for i in range(64)))
+
+    for _ in range(num_rounds):
+        driver.run(round_of_all(), timeout_s=300)
+    wait_until(lambda: is_idle(driver), 5)
 
 
 def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Serving, driver: Driver) -> None:
