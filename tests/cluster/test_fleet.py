@@ -210,6 +210,7 @@ def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_pla
     until(lambda: placements() == 2, 10)
 
 
+@pytest.mark.nightly  # 20 s; the policy has tests of its own
 def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
     config = site.config.model_copy(
         update={
