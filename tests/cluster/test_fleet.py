@@ -147,7 +147,8 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
     expected = [site.run(site.generate(prompt, 60)) for prompt in prompts]
-    before = site.status().scheduler.generation_tokens
+    at_first = site.status()
+    before = at_first.scheduler.generation_tokens
     running = [site.start(site.generate(prompt, 60)) for prompt in prompts]
     until(lambda: site.status().scheduler.generation_tokens > before + 60, 30)
     lost = site.status().groups[0].node_ids[0]
@@ -160,20 +161,24 @@ def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
 
     site.nodes = [other for other in site.nodes if other is not node] + [site.cluster.add_node(**GPU_NODE)]
     until(lambda: site.states() == ["ready", "ready"], 90)
-    assert placements() == 2  # how many losses are counted depends on whether the scheduler sat on that node too
+    assert placements() == 2
+    now = site.status()  # a scheduler that sat on that node too is a new one and counts anew
+    same_scheduler = now.scheduler_pid == at_first.scheduler_pid
+    assert now.num_group_losses == (at_first.num_group_losses + 1 if same_scheduler else 0)
 
 
 def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> None:
     expected = [site.run(site.generate((i + 5, 46), 30)) for i in range(4)]
     running = [site.start(site.generate((i + 5, 46), 30)) for i in range(4)]
     until(lambda: site.status().scheduler.running == 4, 10)
-    victims = site.status().groups[1].pids
+    losses, victims = site.status().num_group_losses, site.status().groups[1].pids
     os.kill(victims[1], signal.SIGKILL)
     until(lambda: site.status().groups[1].state != "ready", 2)
     assert [future.result(60) for future in running] == expected
     until(lambda: site.states() == ["ready", "ready"], 60)
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
     assert placements() == 2
+    assert site.status().num_group_losses == losses + 1
 
 
 def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Site) -> None:
