@@ -102,9 +102,9 @@ def _inner_ports() -> dict[str, str]:
     """
     environment = {}
     for kind in ("HTTP", "GRPC"):
-        first = random.SystemRandom().randrange(10_000, 29_900, 100)  # below the ports that the system hands out
+        first = random.SystemRandom().randrange(10_000, 19_900, 100)
         while not port_is_free("127.0.0.1", first):
-            first = random.SystemRandom().randrange(10_000, 29_900, 100)
+            first = random.SystemRandom().randrange(10_000, 19_900, 100)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(first)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(first + 99)
         environment[f"RAY_SERVE_FALLBACK_PROXY_{kind}_PORT"] = str(free_port())
@@ -112,9 +112,11 @@ def _inner_ports() -> dict[str, str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    """A port that nothing listens on, below those that the system hands out: between this call and the moment that
+    the port is opened, Ray's own processes take dozens of those, and HAProxy has found its port taken by one."""
+    while not port_is_free(host, port := random.SystemRandom().randrange(20_000, 32_000)):
+        pass
+    return port
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from orcaserve.cluster.wire import ClusterStatus
 
 _POLL_S = 0.2
+_FRONT_DOOR_S = 120  # Ray Serve starts the proxy and the router; its own limit for the proxy is half of that
 
 
 class StartFailed(Exception):
@@ -111,13 +112,19 @@ class _Service:
     def _start_serve(self) -> None:
         self._say("starting Ray Serve")
         from ray import serve
+        from ray.exceptions import RayError
         from ray.serve.schema import LoggingConfig
 
         from orcaserve.cluster.app import build
 
         config = self._config
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # the router writes its own lines
-        serve.start(http_options={"host": config.host, "port": config.port}, logging_config=quiet)
+        http = {"host": config.host, "port": config.port}
+        try:
+            serve.start(http_options=http, logging_config=quiet)
+        except RayError as error:
+            self._say(f"Ray Serve's HTTP proxy did not start, waiting for its next: {_last_line(error)}")
+            serve.start(http_options=http, logging_config=quiet)  # finds the controller, which starts another proxy
         app = build(config.model_dump(mode="json"))
         logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would say "ready" before the model is
         serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
@@ -125,6 +132,7 @@ class _Service:
     def _wait_ready(self) -> None:
         """Show what the groups are doing until the front door says ready."""
         shown = ""
+        answers_by_s = 0.0
         while True:
             status = self._status()
             for group in status.groups:
@@ -134,8 +142,12 @@ class _Service:
             if phases and phases != shown:
                 self._say(phases)
                 shown = phases
-            if status.ready and _answers(f"{_url(self._config)}/ready"):
-                return
+            if status.ready:
+                answers_by_s = answers_by_s or time.monotonic() + _FRONT_DOOR_S
+                if _answers(f"{_url(self._config)}/ready"):
+                    return
+                if time.monotonic() > answers_by_s:
+                    raise StartFailed(f"the model is loaded, but HTTP did not answer within {_FRONT_DOOR_S} s")
             time.sleep(_POLL_S)
 
     def _status(self) -> ClusterStatus:
@@ -175,6 +187,10 @@ def _ignore_signals() -> None:
     """While stopping, which takes seconds: an impatient second Ctrl-C must not leave processes behind."""
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, signal.SIG_IGN)
+
+
+def _last_line(error: Exception) -> str:
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _url(config: ServeConfig) -> str:
