@@ -11,14 +11,16 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
 
 from orcaserve.cluster.channel import Client, Endpoint
 from orcaserve.cluster.figures import FigureSet
+from orcaserve.cluster.stream_deltas import Deltas
+from orcaserve.cluster.stream_held import Held, HeldChoice, as_continued
+from orcaserve.cluster.stream_questions import Questions
 from orcaserve.cluster.wire import (
     Abort,
     Accepted,
@@ -48,80 +50,7 @@ SUSPICIOUS_LOSSES = 2  # a request that got no token between so many losses is s
 MAX_SCHEDULER_LOSSES = 3  # and after more of them it is ended with an error
 _TRIAL_S = 1.0  # a suspect that has got no token by then was not what kills schedulers
 _RECONNECT_PAUSE_S = (0.05, 0.25)
-_MAX_MERGED_TOKENS = 64  # of deltas that a slow reader gets as one
-
-
-@dataclass(slots=True)
-class _Choice:
-    """One of a request's n answers, as far as it is known here."""
-
-    index: int
-    ids: list[int]
-    started: bool = False
-    finished: bool = False
-
-
-@dataclass(slots=True)
-class _Held:
-    """A request that is not answered in full yet."""
-
-    request: GenerateRequest
-    choices: list[_Choice]
-    wire_ids: list[str]
-    verdict: asyncio.Future[None] | None  # until the scheduler has said yes or no
-    num_losses: int = 0  # of schedulers in a row that it was said to and got no token from
-    progressed: bool = False  # has got a token from this scheduler
-    on_hold: bool = False  # not said to this scheduler yet
-    arrived: deque[TokenDelta] = field(default_factory=deque)
-    reader: asyncio.Future[None] | None = None
-
-    @property
-    def done(self) -> bool:
-        return all(choice.finished for choice in self.choices)
-
-    def deliver(self, delta: TokenDelta) -> None:
-        if self.arrived and _may_merge(self.arrived[-1], delta):
-            self.arrived[-1] = _merged(self.arrived[-1], delta)
-        else:
-            self.arrived.append(delta)
-        self.wake()
-
-    def wake(self) -> None:
-        if self.reader is not None and not self.reader.done():
-            self.reader.set_result(None)
-
-
-class Deltas(AsyncIterator[TokenDelta]):
-    """The deltas of one request, over all its choices, each until its finish reason. `aclose` aborts what is left."""
-
-    def __init__(
-        self, held: _Held, forget: Callable[[_Held], None], forget_choice: Callable[[_Held, int], None]
-    ) -> None:
-        self._held = held
-        self._forget = forget
-        self._forget_choice = forget_choice
-
-    async def __anext__(self) -> TokenDelta:
-        held = self._held
-        while not held.arrived:
-            if held.done:
-                raise StopAsyncIteration
-            held.reader = asyncio.get_running_loop().create_future()
-            try:
-                await held.reader
-            finally:
-                held.reader = None
-        return held.arrived.popleft()
-
-    def abort(self, choice_index: int) -> None:
-        """Nothing more of this choice; the others go on."""
-        self._forget_choice(self._held, choice_index)
-
-    async def aclose(self) -> None:
-        self._forget(self._held)
-
-    def __del__(self) -> None:
-        self._forget(self._held)
+_AWAY = "the scheduler is being restarted"
 
 
 class EngineStream:
@@ -139,12 +68,11 @@ class EngineStream:
         self._farewell = ""
         self._epoch = 0  # connections so far; a request has a new name on the wire in each
         self._clock_offset_s = 0.0  # the scheduler's clock minus ours
-        self._held: dict[str, tuple[_Held, _Choice | None]] = {}  # by name on the wire; no choice: all of them
-        self._calls: dict[int, asyncio.Future[Any]] = {}  # questions to the scheduler
-        self._num_calls = 0
+        self._held: dict[str, tuple[Held, HeldChoice | None]] = {}  # by name on the wire; no choice: all of them
+        self._questions = Questions()
         self._late: set[asyncio.TimerHandle] = set()
-        self._suspects: deque[_Held] = deque()  # to be said one after another
-        self._on_trial: _Held | None = None
+        self._suspects: deque[Held] = deque()  # to be said one after another
+        self._on_trial: Held | None = None
 
     async def start(self) -> None:
         """Returns once the scheduler has answered."""
@@ -166,9 +94,9 @@ class EngineStream:
             raise AssertionError(f"request id {request.request_id} is in use")
         await self._wait_connected()
         ids = list(request.output_token_ids)
-        choices = [_Choice(request.choice_index + i, list(ids)) for i in range(request.n)]
+        choices = [HeldChoice(request.choice_index + i, list(ids)) for i in range(request.n)]
         verdict: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        held = _Held(request, choices, [request.request_id], verdict)
+        held = Held(request, choices, [request.request_id], verdict)
         self._held[request.request_id] = (held, None)
         self._send(Submit(self._translated(request), resumed=False))
         try:
@@ -192,19 +120,8 @@ class EngineStream:
 
     async def _ask(self, question: Callable[[int], AskStatus | AskView], timeout_s: float) -> Any:
         if self._client is None or not self._connected.is_set():
-            raise Unavailable("the scheduler is being restarted", retry_after_s=1.0)
-        self._num_calls += 1
-        call_id = self._num_calls
-        reply: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = reply
-        try:
-            self._send(question(call_id))
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError:
-            raise Unavailable("the scheduler does not answer", retry_after_s=1.0) from None
-        finally:
-            del self._calls[call_id]
+            raise Unavailable(_AWAY, retry_after_s=1.0)
+        return await self._questions.ask(self._send, question, timeout_s)
 
     async def close(self) -> None:
         """Abort what is running and hang up."""
@@ -223,7 +140,7 @@ class EngineStream:
         if self._client is not None:
             self._client.send(message)
 
-    def _each_held(self) -> list[_Held]:
+    def _each_held(self) -> list[Held]:
         return list({id(held): held for held, _ in self._held.values()}.values())
 
     def _translated(self, request: GenerateRequest) -> GenerateRequest:
@@ -231,7 +148,7 @@ class EngineStream:
             return request
         return msgspec.structs.replace(request, deadline_s=request.deadline_s + self._clock_offset_s)
 
-    def _forget(self, held: _Held) -> None:
+    def _forget(self, held: Held) -> None:
         """Nobody reads it any more: free what it holds on the scheduler's side."""
         if held.done and not held.wire_ids:
             return
@@ -243,7 +160,7 @@ class EngineStream:
         held.wire_ids = []
         held.wake()
 
-    def _forget_choice(self, held: _Held, choice_index: int) -> None:
+    def _forget_choice(self, held: Held, choice_index: int) -> None:
         choice = held.choices[choice_index - held.request.choice_index]
         if choice.finished:
             return
@@ -268,9 +185,9 @@ class EngineStream:
         elif isinstance(message, Refused):
             self._on_refused(message)
         elif isinstance(message, StatusReply):
-            self._on_reply(message.call_id, message.status)
+            self._questions.answer(message.call_id, message.status)
         elif isinstance(message, ViewReply):
-            self._on_reply(message.call_id, message.view)
+            self._questions.answer(message.call_id, message.view)
         elif isinstance(message, NodeLeaves):
             self.leaving = True
         elif isinstance(message, Welcome):
@@ -278,10 +195,6 @@ class EngineStream:
         elif isinstance(message, Farewell):
             self._farewell = message.reason
             self._end_all(message.reason)
-
-    def _on_reply(self, call_id: int, answer: ClusterStatus | View) -> None:
-        if (reply := self._calls.get(call_id)) is not None and not reply.done():
-            reply.set_result(answer)
 
     def _on_delta(self, delta: TokenDelta) -> None:
         entry = self._held.get(delta.request_id)
@@ -294,7 +207,7 @@ class EngineStream:
             return  # aborted a moment ago
         choice.ids.extend(delta.token_ids)
         if delta.request_id != held.request.request_id:
-            delta = _as_continued(delta, held.request.request_id, choice.started)
+            delta = as_continued(delta, held.request.request_id, choice.started)
         choice.started = held.progressed = True
         if delta.finish_reason is not None:
             choice.finished = True
@@ -346,9 +259,7 @@ class EngineStream:
         if not self._connected.is_set() or self._closed:
             return
         self._connected.clear()
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(Unavailable("the scheduler is being restarted", retry_after_s=1.0))
+        self._questions.give_up(_AWAY)
         for held in self._each_held():
             if not held.on_hold:
                 held.num_losses = 1 if held.progressed else held.num_losses + 1
@@ -386,7 +297,7 @@ class EngineStream:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 await self._connected.wait()
         except TimeoutError:
-            raise Unavailable("the scheduler is being restarted", retry_after_s=1.0) from None
+            raise Unavailable(_AWAY, retry_after_s=1.0) from None
 
     def _try_next_suspect(self) -> None:
         """Schedulers die with one of them unanswered: each is said when the one before has got a token or had time to.
@@ -405,7 +316,7 @@ class EngineStream:
         if (tried := self._on_trial) is not None:
             self._later(_TRIAL_S, lambda: self._try_next_suspect() if self._on_trial is tried else None)
 
-    def _resume(self, held: _Held) -> None:
+    def _resume(self, held: Held) -> None:
         """Say a request again under a new name: whole if nothing is known of it yet, else choice by choice."""
         for wire_id in held.wire_ids:
             self._held.pop(wire_id, None)
@@ -423,7 +334,7 @@ class EngineStream:
             if not choice.finished:
                 self._say(held, choice)
 
-    def _say(self, held: _Held, choice: _Choice | None) -> None:
+    def _say(self, held: Held, choice: HeldChoice | None) -> None:
         suffix = "" if choice is None else f".{choice.index}"
         wire_id = f"{held.request.request_id}~{self._epoch}{suffix}"
         held.wire_ids.append(wire_id)
@@ -455,12 +366,12 @@ class EngineStream:
 
     # Endings
 
-    def _release(self, held: _Held) -> None:
+    def _release(self, held: Held) -> None:
         for wire_id in held.wire_ids:
             self._held.pop(wire_id, None)
         held.wire_ids = []
 
-    def _end(self, held: _Held, choice: _Choice, error: str) -> None:
+    def _end(self, held: Held, choice: HeldChoice, error: str) -> None:
         if not choice.finished:
             choice.finished = True
             held.deliver(TokenDelta(held.request.request_id, choice.index, (), finish_reason="error", error=error))
@@ -475,36 +386,6 @@ class EngineStream:
                 continue
             for choice in held.choices:
                 self._end(held, choice, reason)
-
-
-def _as_continued(delta: TokenDelta, request_id: str, started: bool) -> TokenDelta:
-    """The delta under the name that the client knows; what belongs to a first delta is not said twice."""
-    if started:
-        return msgspec.structs.replace(
-            delta, request_id=request_id, prompt_logprobs=None, num_cached_tokens=0, queue_s=0.0
-        )
-    return msgspec.structs.replace(delta, request_id=request_id)
-
-
-def _may_merge(former: TokenDelta, delta: TokenDelta) -> bool:
-    return (
-        former.choice_index == delta.choice_index
-        and former.logprobs is None
-        and delta.logprobs is None
-        and delta.finish_reason in (None, "stop", "length")
-        and len(former.token_ids) < _MAX_MERGED_TOKENS
-    )
-
-
-def _merged(former: TokenDelta, delta: TokenDelta) -> TokenDelta:
-    """Both as one, for a reader who has not come for the former yet: it costs no more than one."""
-    return msgspec.structs.replace(
-        delta,
-        token_ids=former.token_ids + delta.token_ids,
-        prompt_logprobs=former.prompt_logprobs,
-        num_cached_tokens=former.num_cached_tokens,
-        queue_s=former.queue_s,
-    )
 
 
 async def _first(one: asyncio.Event, other: asyncio.Event, timeout_s: float) -> None:
