@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import ray
@@ -20,13 +21,17 @@ class Router:
     """Ray Serve calls the constructor, then asks for the ASGI application."""
 
     def __init__(self, config: ServeConfig) -> None:
+        self._at_end = AsyncExitStack()  # Serve calls the destructor even where this raises
         if ray.util.get_node_ip_address() == "127.0.0.1":
             keep_replica_on_loopback()
         model = read_model_info(find_model(config.model), config.served_model_name, config.max_model_len)
         ensure_scheduler(config, model, resolve_device(config.device))
-        self._engine = connect(config.name)
-        self._surface = Surface(config, model, self._engine, behind_serve=True)
-        self._starting = asyncio.get_running_loop().create_task(self._engine.start())
+        engine = connect(config.name)
+        self._surface = Surface(config, model, engine, behind_serve=True)
+        self._at_end.push_async_callback(self._surface.close)
+        self._at_end.push_async_callback(engine.close)
+        starting = asyncio.get_running_loop().create_task(engine.start())
+        self._at_end.callback(starting.cancel)
         log_beside_serve()
 
     def __serve_build_asgi_app__(self) -> Asgi:
@@ -34,9 +39,7 @@ class Router:
 
     async def __del__(self) -> None:
         """Hang up and end the helpers. Ray Serve awaits this when it stops the replica."""
-        self._starting.cancel()
-        await self._engine.close()
-        await self._surface.close()
+        await self._at_end.aclose()
 
 
 def find_model(model: str) -> Path:
