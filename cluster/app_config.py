@@ -44,6 +44,8 @@ class ApiLimits(BaseModel):
     max_stop_token_ids: int = Field(default=128, ge=0)
     max_logprobs: int = Field(default=20, ge=0, description="highest logprobs, top_logprobs and prompt_logprobs")
     max_logit_bias: int = Field(default=1024, ge=0, description="entries of logit_bias")
+    max_bad_words: int = Field(default=128, ge=0, description="entries of bad_words")
+    max_bad_word_chars: int = Field(default=256, gt=0, description="of one of them")
     max_schema_bytes: int = Field(
         default=64 * 2**10, gt=0, description="of a schema, pattern, grammar or list of choices"
     )

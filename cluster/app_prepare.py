@@ -163,7 +163,9 @@ class Preparer:
         stops = stop_strings(request)
         names = {i: stop for stop in stops if (i := self.codec.special_id_of(stop)) is not None}
         ranked = num_best > (request.n or 1)
-        sampling = self._sampling(request, names, grammar, 0 if ranked and num_logprobs is None else num_logprobs)
+        bad_words = await self._bad_words(request.bad_words or [])
+        least_logprobs = 0 if ranked and num_logprobs is None else num_logprobs
+        sampling = self._sampling(request, names, grammar, bad_words, least_logprobs)
         scoring = echo is not None and num_logprobs is not None
         prompt_logprobs = num_logprobs if scoring else request.prompt_logprobs
         job_id = ("chatcmpl-" if kind == "chat" else "cmpl-") + f"{self._rng.getrandbits(128):032x}"
@@ -207,11 +209,21 @@ class Preparer:
         await self._grammars.check(*found)
         return found[0]
 
+    async def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word as it begins a text and as it stands in one: with a space before it."""
+        encoded = await self.codec.encode([s for word in words for s in _spellings(word)], add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+
     def _deadline_s(self, request: GenerationRequest) -> float | None:
         return None if request.deadline_ms is None else self._clock() + request.deadline_ms / 1000
 
     def _sampling(
-        self, request: GenerationRequest, stop_names: dict[int, str], grammar: Grammar | None, num_logprobs: int | None
+        self,
+        request: GenerationRequest,
+        stop_names: dict[int, str],
+        grammar: Grammar | None,
+        bad_words: tuple[tuple[int, ...], ...],
+        num_logprobs: int | None,
     ) -> Callable[[int, int | None], SamplingParams]:
         defaults = self.model.generation_defaults
 
@@ -240,12 +252,18 @@ class Preparer:
                 frequency_penalty=request.frequency_penalty or 0.0,
                 logit_bias=tuple((int(key), bias) for key, bias in (request.logit_bias or {}).items()),
                 allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+                bad_words=bad_words,
                 logprobs=num_logprobs,
                 prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
             )
 
         return build
+
+
+def _spellings(word: str) -> tuple[str, ...]:
+    bare = word.lstrip()
+    return (bare, f" {bare}") if bare else (word,)
 
 
 class _PartBuilder:

@@ -28,6 +28,7 @@ class GenerationOptions(TypedDict, total=False):
     min_tokens: int
     logit_bias: Mapping[str, float]
     allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     response_format: Mapping[str, Any]
     structured_outputs: Mapping[str, Any]
     priority: int

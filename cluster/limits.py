@@ -32,12 +32,14 @@ def _check_unsupported(request: GenerationRequest) -> None:
 
 
 def _check_sizes(request: GenerationRequest, limits: ApiLimits) -> None:
-    stops = stop_strings(request)
+    stops, bad_words = stop_strings(request), request.bad_words or []
     sizes: list[tuple[str, str, int | None, int]] = [
         ("stop", "stop strings", len(stops), limits.max_stop_strings),
         ("stop", "characters in a stop string", max(map(len, stops), default=0), limits.max_stop_chars),
         ("stop_token_ids", "ids", len(request.stop_token_ids or ()), limits.max_stop_token_ids),
         ("logit_bias", "entries", len(request.logit_bias or ()), limits.max_logit_bias),
+        ("bad_words", "words", len(bad_words), limits.max_bad_words),
+        ("bad_words", "characters in a word", max(map(len, bad_words), default=0), limits.max_bad_word_chars),
         ("prompt_logprobs", "logprobs a token", request.prompt_logprobs, limits.max_logprobs),
         ("n", "choices", request.n, limits.max_choices),
     ]

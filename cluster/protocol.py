@@ -61,7 +61,6 @@ class GenerationRequest(ApiModel):
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
         "logits_processors": ([],),
-        "bad_words": ([],),
         "guided_json": (),
         "guided_regex": (),
         "guided_choice": (),
@@ -94,6 +93,9 @@ class GenerationRequest(ApiModel):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     allowed_token_ids: TokenIds | None = None
+    bad_words: list[NonEmptyString] | None = Field(
+        None, description="Never completed, with a space in front or without; a word may be several tokens."
+    )
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -37,7 +37,7 @@ class SamplingParams(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] = ()  # empty is all
-    bad_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last id is banned where the text ends with those before it
     logprobs: int | None = None  # None is none; 0 is the chosen token's only; n adds the n best
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None

@@ -1,10 +1,12 @@
-"""What requests do to their own logits before sampling: penalties, biases, forbidden and allowed tokens.
+"""What requests do to their own logits before sampling: penalties, biases, forbidden words and allowed tokens.
 
 The order is: penalties on the tokens seen so far, then `logit_bias`, then what is not allowed at all becomes -inf.
 Rows that ask for nothing are not touched and cost nothing.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +19,17 @@ from orcaserve.workers.slots import SlotTable
 
 NO_IDS = np.zeros(0, np.int64)
 NO_BIAS = np.zeros(0, np.float32)
+
+
+class Words(NamedTuple):
+    """Forbidden words of several tokens, as columns."""
+
+    last_ids: np.ndarray  # int64 [words]
+    num_before: np.ndarray  # int64 [words]: tokens before the last one, at least one
+    before: np.ndarray  # int32: these tokens of all words, one word after the other
+
+
+NO_WORDS = Words(NO_IDS, NO_IDS, np.zeros(0, np.int32))
 
 
 class LogitEdits:
@@ -40,6 +53,8 @@ class LogitEdits:
         self.bias: list[np.ndarray] = [NO_BIAS] * max_num_seqs
         self.end_ids: list[np.ndarray] = [NO_IDS] * max_num_seqs
         self.allowed: list[np.ndarray | None] = [None] * max_num_seqs
+        self.has_words = np.zeros(max_num_seqs, bool)  # forbidden ones of several tokens
+        self.words: list[Words] = [NO_WORDS] * max_num_seqs
 
     def add(self, new: NewSlot) -> None:
         params, slot = new.sampling, new.slot
@@ -53,6 +68,8 @@ class LogitEdits:
         self.bias_ids[slot], self.bias[slot] = self._bias(params)
         self.end_ids[slot] = self._known(self.eos_token_ids + params.stop_token_ids) if params.min_tokens else NO_IDS
         self.allowed[slot] = self._known(params.allowed_token_ids) if params.allowed_token_ids else None
+        self.words[slot] = self._words(params)
+        self.has_words[slot] = len(self.words[slot].last_ids) > 0
         self.active[slot] = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
@@ -60,6 +77,7 @@ class LogitEdits:
             or params.min_tokens > 0
             or len(self.bias_ids[slot]) > 0
             or self.allowed[slot] is not None
+            or self.has_words[slot]
         )
 
     def free(self, slot: int) -> None:
@@ -77,14 +95,26 @@ class LogitEdits:
             if (allowed := self.allowed[slot]) is not None:
                 self._keep_only(logits[row], allowed)
         early = np.flatnonzero(lengths < self.min_length[slots])
-        ends = [self.end_ids[slot] for slot in slots[early]]
-        self._add(logits, rows[early], ends, [np.full(len(ids), -np.inf, np.float32) for ids in ends])
+        self._forbid(logits, rows[early], [self.end_ids[slot] for slot in slots[early]])
+        speaking = self.has_words[slots]
+        if speaking.any():
+            self._forbid_words(logits, rows[speaking], slots[speaking], lengths[speaking])
 
     def _bias(self, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
-        """logit_bias and the forbidden tokens as one list of additions; each id once."""
+        """logit_bias and the forbidden words of one token as one list of additions; each id once."""
         bias = {token: value for token, value in params.logit_bias if token < self.vocab_size}
-        bias.update({token: -np.inf for token in params.bad_token_ids if token < self.vocab_size})
+        bias.update({word[0]: -np.inf for word in params.bad_words if len(word) == 1 and word[0] < self.vocab_size})
         return np.fromiter(bias.keys(), np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+
+    def _words(self, params: SamplingParams) -> Words:
+        words = [word for word in params.bad_words if len(word) > 1 and word[-1] < self.vocab_size]
+        if not words:
+            return NO_WORDS
+        return Words(
+            np.array([word[-1] for word in words], np.int64),
+            np.array([len(word) - 1 for word in words], np.int64),
+            np.array([token for word in words for token in word[:-1]], np.int32),
+        )
 
     def _known(self, token_ids: tuple[int, ...]) -> np.ndarray:
         return np.array(sorted({token for token in token_ids if token < self.vocab_size}), np.int64)
@@ -123,6 +153,22 @@ class LogitEdits:
         if counts.any():
             at = (on(self.device, np.repeat(rows, counts)), on(self.device, np.concatenate(ids)))
             logits[at] += on(self.device, np.concatenate(values))
+
+    def _forbid(self, logits: Tensor, rows: np.ndarray, ids: list[np.ndarray]) -> None:
+        self._add(logits, rows, ids, [np.full(len(each), -np.inf, np.float32) for each in ids])
+
+    def _forbid_words(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """All words of all rows side by side: does the text of a word's row end with what begins the word?"""
+        words = [self.words[slot] for slot in slots]
+        last_ids, num_before, before = (np.concatenate(column) for column in zip(*words, strict=True))
+        owners = np.repeat(np.arange(len(slots)), [len(each.last_ids) for each in words])
+        ends = lengths[owners].astype(np.int64)
+        places, positions = spans(ends - num_before, ends)
+        same = self.slots.token_ids[slots[owners[places]], np.maximum(positions, 0)] == before
+        same &= positions >= 0  # else the text is shorter than the beginning of the word
+        begun = np.logical_and.reduceat(same, np.cumsum(num_before) - num_before)
+        at = (on(self.device, rows[owners[begun]]), on(self.device, last_ids[begun]))
+        logits[at] = -torch.inf
 
     def _keep_only(self, row: Tensor, allowed: np.ndarray) -> None:
         ids = on(self.device, allowed)

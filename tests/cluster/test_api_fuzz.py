@@ -47,6 +47,7 @@ GOOD: list[dict[str, Any]] = [
         "best_of": 2,
         "stop_token_ids": [5, 6],
         "allowed_token_ids": [7, 8],
+        "bad_words": ["five", "blue sky"],
         "min_tokens": 1,
         "prompt_logprobs": 1,
         "priority": 3,

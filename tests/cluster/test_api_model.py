@@ -134,6 +134,29 @@ def test_case_09_logit_bias_and_allowed_tokens(real: LiveServer) -> None:
     assert answer["choices"][0]["text"] == " Berlin Berlin"
 
 
+def test_bad_words_of_any_length_in_any_place(real: LiveServer) -> None:
+    """The first word is one token with a space before it and two without; the second is several either way."""
+
+    def answer(*words: str, **fields: Any) -> str:
+        return real.complete("Paris, Paris, Paris, Paris,", bad_words=[*words], max_tokens=12, **fields).json()[
+            "choices"
+        ][0]["text"]
+
+    assert answer().count("Paris") >= 4
+    assert "Paris" not in answer("Paris")
+    assert " Paris, Paris" not in answer("Paris, Paris")
+    assert "Paris" not in answer("  Paris", temperature=1.0, seed=3)
+    assert answer("Paris") == answer("Paris")  # the second time with the prompt cached
+    ids = real.complete(
+        "Paris, Paris, Paris, Paris,", bad_words=["Paris, Paris"], max_tokens=12, return_token_ids=True
+    ).json()["choices"][0]["token_ids"]
+    rest = real.complete(
+        "Paris, Paris, Paris, Paris,", bad_words=["Paris, Paris"], max_tokens=12, resume_token_ids={"0": ids[:3]}
+    ).json()["choices"][0]["text"]
+    assert answer("Paris, Paris").endswith(rest)
+    assert rest
+
+
 def test_case_11_a_real_end_token_as_stop_string(real: LiveServer) -> None:
     answer = real.chat("What is the capital of Germany?", stop=["<|im_end|>"], ignore_eos=True, max_tokens=64).json()
     assert answer["choices"][0]["message"]["content"] == "The capital of Germany is Berlin."

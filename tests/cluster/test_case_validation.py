@@ -212,6 +212,7 @@ def test_case_10_a_template_that_refuses(make_server: Callable[..., LiveServer])
         *[("stop", v) for v in ("", [""], [1], {}, [*"abcdefghijklmnopq"], "x" * 2000)],
         *[("stop_token_ids", v) for v in ([-1], [49152], ["x"], 5)],
         *[("allowed_token_ids", v) for v in ([], [49152])],
+        *[("bad_words", v) for v in ("x", [""], [1], ["x" * 300], [*map(str, range(200))])],
         *[("priority", v) for v in ("x", 2**40)],
         *[("deadline_ms", v) for v in (0, -1, "x")],
         *[("truncate_prompt_tokens", v) for v in (0, -1)],
@@ -221,7 +222,6 @@ def test_case_10_a_template_that_refuses(make_server: Callable[..., LiveServer])
         ("suffix", "x"),
         ("use_beam_search", True),
         ("guided_json", {}),
-        ("bad_words", ["x"]),
         ("best_of", 0),
     ],
 )

@@ -132,12 +132,12 @@ class TestOutputFollowsTheGrammar:
         grammar = Grammar("json_schema", '{"type": "string", "minLength": 20, "maxLength": 30}')
         # Bytes from 128 on, as the byte-level alphabet writes them: half a character counts as a whole one.
         beyond_ascii = tuple(
-            token_id
+            (token_id,)
             for token, token_id in bench.tokenizer.get_vocab().items()
             if any("\u00a1" <= char <= "\u00ff" or char > "\u0121" for char in token)
         )
         for slot in range(8):
-            bench.take(slot, grammar, temperature=2.0, bad_token_ids=beyond_ascii)
+            bench.take(slot, grammar, temperature=2.0, bad_words=beyond_ascii)
         for text in bench.finish(*range(8)):
             assert 20 <= len(json.loads(text)) <= 30
 

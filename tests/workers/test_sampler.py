@@ -77,6 +77,7 @@ class FakeModel:
 @st.composite
 def sampling_params(draw: st.DrawFn) -> dict[str, Any]:
     ids = st.lists(st.integers(0, VOCAB - 1), max_size=5, unique=True).map(tuple)
+    word = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple)
     return {
         "seed": draw(st.integers(-(2**63), 2**64 - 1)),
         "temperature": draw(st.sampled_from([0.0, 0.5, 1.0])),
@@ -89,7 +90,7 @@ def sampling_params(draw: st.DrawFn) -> dict[str, Any]:
         "presence_penalty": draw(st.sampled_from([0.0, 0.5, -0.5])),
         "frequency_penalty": draw(st.sampled_from([0.0, 0.3])),
         "logit_bias": tuple((token, 2.5) for token in draw(ids)),
-        "bad_token_ids": draw(ids),
+        "bad_words": tuple(draw(st.lists(word, max_size=4))),
         "logprobs": draw(st.sampled_from([None, 0, 3])),
     }
 
@@ -194,12 +195,45 @@ class TestEdits:
         expected = SequenceBiasLogitsProcessor({(7,): 3.0, (8,): -2.0})(torch.tensor([[5]]), logits.clone())
         assert torch.equal(bench.edited(logits, 0), expected)
 
-    def test_bad_tokens(self) -> None:
+    def test_bad_words_of_one_token(self) -> None:
         bench = Bench()
-        bench.take(0, [5], bad_token_ids=(7, 90), logit_bias=((7, 100.0),))
+        bench.take(0, [5], bad_words=((7,), (90,), (VOCAB + 5,)), logit_bias=((7, 100.0),))
         logits = random_logits(1)
         expected = NoBadWordsLogitsProcessor([[7], [90]])(torch.tensor([[5]]), logits.clone())
         assert torch.equal(bench.edited(logits, 0), expected)
+
+    @settings(max_examples=60)
+    @given(
+        st.lists(st.lists(st.lists(st.integers(5, 7), min_size=1, max_size=4), max_size=6), min_size=1, max_size=5),
+        st.lists(st.integers(5, 7), min_size=1, max_size=6),
+        st.integers(0, 6),
+    )
+    def test_bad_words_of_several_tokens(self, words: list[list[list[int]]], text: list[int], num_output: int) -> None:
+        """Words of few different tokens, so that texts end with beginnings of words; each row has its own."""
+        bench, logits = Bench(), random_logits(len(words))
+        split = max(1, len(text) - num_output)
+        for slot, mine in enumerate(words):
+            bench.take(slot, text[:split], output=text[split:], bad_words=tuple(map(tuple, mine)))
+        edited = bench.edited(logits, *range(len(words)))
+        for slot, mine in enumerate(words):
+            expected = logits[slot : slot + 1].clone()
+            if mine:
+                expected = NoBadWordsLogitsProcessor(mine)(torch.tensor([text]), expected)
+            assert torch.equal(edited[slot : slot + 1], expected)
+
+    def test_a_bad_word_longer_than_any_text(self) -> None:
+        bench = Bench()
+        bench.take(0, [5] * 8, bad_words=((5,) * 1000, (6, 7)))
+        logits = random_logits(1)
+        assert torch.equal(bench.edited(logits, 0), logits)
+
+    def test_rows_without_bad_words_are_not_looked_at(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench = Bench()
+        bench.take(0, [5], bad_words=((5, 7),))
+        bench.take(0, [5], repetition_penalty=2.0)
+        bench.take(1, [5], bad_words=((7,),))
+        monkeypatch.setattr(bench.sampler.edits, "_forbid_words", None)
+        bench.edited(random_logits(2), 0, 1)
 
     def test_allowed_tokens(self) -> None:
         bench = Bench()

@@ -130,6 +130,7 @@ class TestVerification:
             {"temperature": 0.7},
             {"temperature": 1.0, "top_p": 0.9, "logprobs": 2},
             {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
+            {"temperature": 0.0, "bad_words": ((6, 7), (5,), (6, 9, 11), (13, 13), (20, 4))},
             {"temperature": 0.8, "presence_penalty": 0.3, "min_tokens": 30, "logit_bias": ((2, 3.0),)},
         ],
     )
