@@ -28,18 +28,27 @@ def codec(model: ModelInfo) -> TextCodec:
     return TextCodec.from_file(model.tokenizer_file)
 
 
+def parrot_server(
+    model: ModelInfo, codec: TextCodec, config: AppConfig | None, parrot: dict[str, Any] | None, **options: Any
+) -> LiveServer:
+    """Options of the Parrot, of AppConfig and, by keyword, of the scheduler."""
+    worker = Parrot(codec.tokenizer, model.eos_token_ids[0], 64, MAX_MODEL_LEN, **(parrot or {}))
+    return LiveServer(model, worker, config, **options)
+
+
 @pytest.fixture(scope="module")
 def make_server(model: ModelInfo, codec: TextCodec) -> Iterator[Callable[..., LiveServer]]:
-    """Starts servers that end with the module. Options of the Parrot, of AppConfig and of the scheduler by keyword."""
+    """Starts servers that end with the module."""
     with ExitStack() as stack:
 
         def make(config: AppConfig | None = None, parrot: dict[str, Any] | None = None, **options: Any) -> LiveServer:
-            worker = Parrot(codec.tokenizer, model.eos_token_ids[0], 64, MAX_MODEL_LEN, **(parrot or {}))
-            return stack.enter_context(LiveServer(model, worker, config, **options))
+            return stack.enter_context(parrot_server(model, codec, config, parrot, **options))
 
         yield make
 
 
-@pytest.fixture(scope="module")
-def server(make_server: Callable[..., LiveServer]) -> LiveServer:
-    return make_server()
+@pytest.fixture(scope="session")
+def server(model: ModelInfo, codec: TextCodec) -> Iterator[LiveServer]:
+    """One with the default options, for all tests that leave it as it was."""
+    with parrot_server(model, codec, None, None) as server:
+        yield server

@@ -27,7 +27,7 @@ class City(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(make_server: Callable[..., LiveServer]) -> LiveServer:
+def paced(make_server: Callable[..., LiveServer]) -> LiveServer:
     return make_server(parrot={"pace_s": 0.005})  # a faster one's tokens would all go out in one chunk
 
 
@@ -72,8 +72,8 @@ class TestLangChain:
         assert isinstance(message, AIMessage)
         assert all(len(entry["top_logprobs"]) == 2 for entry in message.response_metadata["logprobs"]["content"])
 
-    def test_stream(self, chat: Callable[..., ChatOpenAI], usage: CompletionUsage) -> None:
-        chunks = list(chat(stream_usage=True).stream(HI))
+    def test_stream(self, chat: Callable[..., ChatOpenAI], paced: LiveServer, usage: CompletionUsage) -> None:
+        chunks = list(chat(base_url=paced.url + "/v1", stream_usage=True).stream(HI))
         assert len([chunk for chunk in chunks if chunk.content]) > 2
         whole = chunks[0]
         for chunk in chunks[1:]:
@@ -131,7 +131,8 @@ class TestLiteLLM:
         assert [choice.message.content for choice in answer.choices] == ["Hello there, 🧪 ", "1 Hello there, 🧪 "]
         assert all(len(entry.top_logprobs) == 2 for entry in answer.choices[0].logprobs.content)
 
-    def test_stream(self, litellm: Any, to: dict[str, Any], usage: CompletionUsage) -> None:
+    def test_stream(self, litellm: Any, to: dict[str, Any], paced: LiveServer, usage: CompletionUsage) -> None:
+        to["api_base"] = paced.url + "/v1"
         chunks = list(litellm.completion(messages=HI, stream=True, stream_options={"include_usage": True}, **to))
         texts = [text for chunk in chunks if chunk.choices and (text := chunk.choices[0].delta.content)]
         assert len(texts) > 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from asyncio.subprocess import Process
+from collections.abc import Iterator
+from itertools import count
 
 import pytest
 
@@ -12,74 +14,87 @@ from orcaserve.cluster.text_grammar import GrammarChecker
 from orcaserve.engine.errors import InvalidParameter, QueueFull
 from orcaserve.engine.sampling import Grammar
 
-GOOD = Grammar("regex", "[0-9]{3}")
 # Every number of a's up to a thousand, in a thousand ways.
 SLOW = Grammar("ebnf", "root ::= " + " | ".join(f'"{"a" * n}" [a-z]{{{n},{n * 50}}}' for n in range(1, 400)))
-Test = Callable[[GrammarChecker], Awaitable[None]]
+_new = count()
 
 
-def with_checker(model: ModelInfo, timeout_s: float, test: Test, idle_s: float = 60.0) -> None:
-    async def run() -> None:
-        checker = GrammarChecker(model.tokenizer_file, model.vocab_size, timeout_s, idle_s)
-        try:
-            await test(checker)
-        finally:
-            await checker.close()
-
-    asyncio.run(run())
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_served(model: ModelInfo) -> None:
-    async def test(checker: GrammarChecker) -> None:
-        await checker.check(GOOD, "p")
-        first = checker._process
+@pytest.fixture(scope="module")
+def checker(model: ModelInfo, runner: asyncio.Runner) -> Iterator[GrammarChecker]:
+    """One for all tests: a helper takes seconds to start."""
+    checker = GrammarChecker(model.tokenizer_file, model.vocab_size, 60.0)
+    yield checker
+    runner.run(checker.close())
+
+
+def new_grammar() -> Grammar:
+    """One that was never asked about."""
+    return Grammar("regex", f"[0-9]{{3}}x{next(_new)}")
+
+
+async def helper_of(checker: GrammarChecker) -> Process:
+    """Its running helper."""
+    await checker.check(new_grammar(), "p")
+    assert checker._process is not None
+    return checker._process
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_served(
+    runner: asyncio.Runner, checker: GrammarChecker
+) -> None:
+    async def test() -> None:
+        helper = await helper_of(checker)
         checker._timeout_s = 1e-4
         with pytest.raises(InvalidParameter, match="took longer than"):
             await checker.check(SLOW, "p")
-        assert first is not None
-        assert first.returncode is not None  # it was ended, whatever it was at
+        assert helper.returncode is not None  # it was ended, whatever it was at
         checker._timeout_s = 60.0
-        await checker.check(Grammar("regex", "[a-f]+"), "p")
+        assert await helper_of(checker) is not helper
 
-    with_checker(model, 60.0, test)
+    runner.run(test())
 
 
-def test_a_helper_that_dies_costs_one_request(model: ModelInfo) -> None:
-    async def test(checker: GrammarChecker) -> None:
-        await checker.check(GOOD, "p")
-        assert checker._process is not None
-        checker._process.kill()
-        await checker._process.wait()
-        await checker.check(Grammar("regex", "x+"), "p")
+def test_a_helper_that_dies_costs_one_request(runner: asyncio.Runner, checker: GrammarChecker) -> None:
+    async def test() -> None:
+        helper = await helper_of(checker)
+        helper.kill()
+        await helper.wait()
+        assert await helper_of(checker) is not helper
         with pytest.raises(InvalidParameter, match="does not compile"):
             await checker.check(Grammar("regex", "("), "p")
 
-    with_checker(model, 60.0, test)
+    runner.run(test())
 
 
-def test_an_idle_helper_ends_and_the_next_grammar_starts_another(model: ModelInfo) -> None:
-    async def test(checker: GrammarChecker) -> None:
-        await checker.check(GOOD, "p")
-        helper = checker._process
-        assert helper is not None
+def test_an_idle_helper_ends_and_the_next_grammar_starts_another(
+    runner: asyncio.Runner, checker: GrammarChecker
+) -> None:
+    async def test() -> None:
+        checker._idle_s = 0.05
+        helper = await helper_of(checker)
         async with asyncio.timeout(10):
             await helper.wait()
         assert checker._process is None
         checker._idle_s = 60.0
-        await checker.check(Grammar("regex", "y+"), "p")
-        assert checker._process is not None
+        assert await helper_of(checker) is not helper
 
-    with_checker(model, 60.0, test, idle_s=0.05)
+    runner.run(test())
 
 
-def test_verdicts_are_remembered_and_the_line_is_bounded(model: ModelInfo) -> None:
-    async def test(checker: GrammarChecker) -> None:
-        asked = [checker.check(Grammar("regex", f"{i}+"), "p") for i in range(40)]
-        results = await asyncio.gather(*asked, return_exceptions=True)
+def test_verdicts_are_remembered_and_the_line_is_bounded(runner: asyncio.Runner, checker: GrammarChecker) -> None:
+    async def test() -> None:
+        grammars = [new_grammar() for _ in range(40)]
+        results = await asyncio.gather(*(checker.check(g, "p") for g in grammars), return_exceptions=True)
         assert sum(isinstance(result, QueueFull) for result in results) == 40 - 16
         assert all(result is None or isinstance(result, QueueFull) for result in results)
         await checker.close()
-        await checker.check(Grammar("regex", "0+"), "p")
+        await checker.check(grammars[0], "p")
         assert checker._process is None  # nobody had to be asked
 
-    with_checker(model, 60.0, test)
+    runner.run(test())
