@@ -20,7 +20,10 @@ QUICK = RetryPolicy(max_retries=3, first_delay_s=0.001, max_delay_s=0.002)
 
 
 class CuttingProxy:
-    """Passes bytes to the live server and back, and cuts each connection after so many bytes of its answer."""
+    """Passes bytes to the live server and back, and cuts each connection after so many bytes of its answer.
+
+    An answer that is shorter (a slow reader gets several tokens in one chunk) is cut before its end mark.
+    """
 
     def __init__(self, target: str, cuts: list[int]) -> None:
         self._target = ("127.0.0.1", int(target.rpartition(":")[2]))
@@ -55,8 +58,9 @@ class CuttingProxy:
             num_passed = 0
             try:
                 while data := upstream.recv(4096):
-                    if cut is not None and num_passed + len(data) >= cut:
-                        client.sendall(data[: cut - num_passed])
+                    end = data.find(b"data: [DONE]")
+                    if cut is not None and (end >= 0 or num_passed + len(data) >= cut):
+                        client.sendall(data[: cut - num_passed if end < 0 else min(end, cut - num_passed)])
                         client.shutdown(socket.SHUT_RDWR)
                         return
                     num_passed += len(data)
