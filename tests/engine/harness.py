@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,13 @@ from orcaserve.engine.sampling import SamplingParams
 from orcaserve.engine.scheduler import Scheduler
 
 EOS = 2
+NO_EOS = Model(eos_share=0.0)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Any prompt; a longer one of the same seed begins with it."""
+    rng = random.Random(seed)
+    return [rng.randrange(3, 50) for _ in range(length)]
 
 
 def make_config(**changes: Any) -> SchedulerConfig:

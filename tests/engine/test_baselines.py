@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from fake_worker import FakeWorker, Model
-from harness import Harness, decode_slots, rows
+from fake_worker import FakeWorker
+from harness import NO_EOS, Harness, decode_slots, prompt, rows
 
 from orcaserve.engine.baselines import StaticBatchScheduler
-
-NO_EOS = Model(eos_share=0.0)
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
 
 
 def make(num_blocks: int = 200, **config: object) -> Harness:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
-from fake_worker import Model
-from harness import Harness
+from harness import NO_EOS, Harness, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
 from orcaserve.engine.dispatch import GroupLoad, choose_group
 
-NO_EOS = Model(eos_share=0.0)
 loads = st.lists(
     st.builds(GroupLoad, st.integers(0, 99), st.booleans(), st.integers(0, 50), st.integers(0, 500)),
     max_size=8,
@@ -41,11 +37,6 @@ def test_no_group_would_be_sooner_than_the_chosen_one(num_tokens: int, groups: l
     assert (chosen is None) == (not able)
     if chosen is not None:
         assert able[chosen] == min(able.values())
-
-
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
 
 
 def groups_of(harness: Harness) -> dict[int, int]:

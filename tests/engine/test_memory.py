@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from fake_worker import Model
-from harness import Harness
+from harness import NO_EOS, Harness, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orcaserve.engine.admission import MAX_PREEMPTIONS
 from orcaserve.engine.block_pool import BlockPool
 from orcaserve.engine.prefix import PrefixKeys, root_key
-
-NO_EOS = Model(eos_share=0.0)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, 50) for _ in range(length)]
-
 
 # The pool
 

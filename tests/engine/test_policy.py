@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from fake_worker import Model
-from harness import Harness
+from harness import NO_EOS, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orcaserve.engine.policy import IMPLIED_DEADLINE_S, OUTPUT_WEIGHT, PRIORITY_STEP_S
-
-NO_EOS = Model(eos_share=0.0)
 
 
 def start_order(harness: Harness) -> list[str]:
