@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -52,3 +54,20 @@ def server(model: ModelInfo, codec: TextCodec) -> Iterator[LiveServer]:
     """One with the default options, for all tests that leave it as it was."""
     with parrot_server(model, codec, None, None) as server:
         yield server
+
+
+@pytest.fixture
+def neighbour(server: LiveServer) -> Iterator[None]:
+    """A good stream runs beside every bad request, and must not notice."""
+    texts: list[str] = []
+
+    def stream() -> None:
+        texts.extend(server.events("/v1/completions", {"prompt": "SAY:a quiet neighbour", "max_tokens": 30}))
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    yield
+    thread.join(30)
+    assert "".join(json.loads(t)["choices"][0]["text"] for t in texts[:-1]) == "a quiet neighbour"
+    assert server.client.get("/health").status_code == 200
+    server.until_idle()

@@ -23,23 +23,27 @@ from tests.cluster.test_api_openai import (  # noqa: F401  # collected here too,
     test_their_types_and_ours_accept_every_chat_object,
     test_their_types_and_ours_accept_every_completion_object,
 )
-from tests.cluster.test_case_load import (  # noqa: F401
-    test_case_29_compressed_bodies_are_refused,
-    test_case_38_memory_stays_where_it_is,
-    test_unknown_routes_and_methods,
-)
-from tests.cluster.test_case_security import test_case_37_no_url_is_opened  # noqa: F401
-from tests.cluster.test_case_streaming import (  # noqa: F401
-    test_case_03_stream_options_without_stream,
-    test_case_03_usage_only_when_asked_for,
-    test_streams_and_whole_answers_agree_for_each_choice,
-)
-from tests.cluster.test_case_validation import (  # noqa: F401
+from tests.cluster.test_case_bodies import (  # noqa: F401
     test_case_04_bodies_that_are_no_object,
     test_case_04_errors_do_not_echo_the_input,
     test_case_04_without_content_type,
     test_case_05_context_length,
     test_case_07_empty_prompts,
+    test_lone_surrogates_are_refused,
+)
+from tests.cluster.test_case_fields import (  # noqa: F401
+    test_fields_that_ask_for_nothing_pass,
+    test_tool_turns_are_refused,
+    test_unknown_fields_are_named_in_a_header,
+    test_unknown_models,
+    test_what_is_not_supported_is_refused_by_name,
+)
+from tests.cluster.test_case_load import (  # noqa: F401
+    test_case_29_compressed_bodies_are_refused,
+    test_case_38_memory_stays_where_it_is,
+    test_unknown_routes_and_methods,
+)
+from tests.cluster.test_case_parameters import (  # noqa: F401
     test_case_08_logprobs_of_the_wrong_kind,
     test_case_08_top_logprobs,
     test_case_09_logit_bias,
@@ -51,12 +55,12 @@ from tests.cluster.test_case_validation import (  # noqa: F401
     test_case_22_response_format,
     test_case_22_structured_outputs,
     test_case_38_n,
-    test_fields_that_ask_for_nothing_pass,
-    test_lone_surrogates_are_refused,
-    test_tool_turns_are_refused,
-    test_unknown_fields_are_named_in_a_header,
-    test_unknown_models,
-    test_what_is_not_supported_is_refused_by_name,
+)
+from tests.cluster.test_case_security import test_case_37_no_url_is_opened  # noqa: F401
+from tests.cluster.test_case_streaming import (  # noqa: F401
+    test_case_03_stream_options_without_stream,
+    test_case_03_usage_only_when_asked_for,
+    test_streams_and_whole_answers_agree_for_each_choice,
 )
 
 pytestmark = pytest.mark.nightly
