@@ -50,7 +50,8 @@ class Applier:
         for request, chunk in record.chunks:
             self._counters.prompt_tokens += chunk.num_tokens
             if request.state is State.RUNNING and request.group is not None:
-                request.group.kv.publish(request, chunk.start + chunk.num_tokens)
+                # What is held may have to compute its last token again, in a block that is still its own.
+                request.group.kv.publish(request, chunk.start + chunk.num_tokens - request.held)
         if self._lookahead:
             return
         for request in record.decodes.filling:
@@ -92,14 +93,17 @@ class Applier:
             if chunk.slot in result.failed:
                 self._ledger.end(request, "error", result.failed[chunk.slot])
             elif request.state is State.RUNNING and (logprobs := result.prompt_logprobs.get(chunk.slot)):
-                request.prompt_logprobs.extend(logprobs)
+                first = chunk.start + 1 if chunk.start else 0  # a token that is computed again is not told twice
+                request.prompt_logprobs[first:] = logprobs
         for row in self._rows(record, result, ids):
             if row.request.state is State.FINISHED:
                 continue
             if row.slot in result.failed:
                 self._ledger.end(row.request, "error", result.failed[row.slot])
-            else:
+            elif row.token_ids:
                 self._append(row, result)
+            elif row.request.group is not None:
+                row.request.group.compute_again(row.request)
 
     def _append(self, row: Row, result: StepResult) -> None:
         request = row.request
@@ -112,6 +116,8 @@ class Applier:
             request.group.kv.publish(request, max(num_before, request.num_tokens - 1))
         if reason is not None:
             self._ledger.close(request, reason)
+        elif request.held and request.group is not None:
+            request.group.start_decoding(request)
 
     @staticmethod
     def _rows(record: StepRecord, result: StepResult, ids: list[int]) -> list[Row]:

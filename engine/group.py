@@ -100,13 +100,25 @@ class Group:
             self.freed_slots.append(request.slot)
         self.kv.release(request)
         request.slot = -1
-        request.ending = False
+        request.ending = request.held = False
         request.group = None
 
     def mark_ending(self, request: Request) -> None:
         """Its last token is on its way; nothing more is planned for it. It has left the decode batch."""
         request.ending = True
         self.num_ending += 1
+
+    def compute_again(self, request: Request) -> None:
+        """It was to be sampled and was not, so it owes the last token that it knows."""
+        request.held = False
+        request.num_computed = request.num_tokens - 1
+        self.prefills.append(request)
+
+    def start_decoding(self, request: Request) -> None:
+        """Its first token here is known."""
+        request.held = False
+        self.kv.publish(request, request.num_tokens - 1)
+        self.decodes.join(request, request.num_tokens - 1)
 
     def num_sampling(self, request: Request) -> int:
         """Steps in flight that sample a token for it."""
@@ -150,8 +162,8 @@ class Group:
             assert self.kv.pool.ref_count(block) == count, f"block {block}: {count} users, another count in the pool"
         for request in self.running:
             assert request.state is State.RUNNING
-            places = (request.row >= 0) + request.ending + (request in self.prefills)
-            assert places == 1, f"{request.request_id} is in {places} of: decodes, ending, prefills"
+            places = (request.row >= 0) + request.ending + request.held + (request in self.prefills)
+            assert places == 1, f"{request.request_id} is in {places} of: decodes, ending, held, prefills"
             self._check_writable(request)
         for request in self.forks:
             assert request.state is State.FORKING
@@ -161,7 +173,7 @@ class Group:
         """Copy on write: no block that it may write from here on has a second user, forks about to split apart."""
         first = request.num_computed // self.kv.block_size if request in self.prefills else None
         if first is None:
-            first = request.num_tokens // self.kv.block_size
+            first = (request.num_tokens - request.held) // self.kv.block_size
         waiting = {block for fork in self.forks for block in fork.blocks[-1:]}
         for block in request.blocks[first:]:
             if block not in waiting:

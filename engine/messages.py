@@ -88,7 +88,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
 
     step_id: int
     token_ids: bytes  # int32; all rows' ids one after the other
-    num_tokens: bytes = b""  # int32 per row; empty: one each. More than one is accepted speculation
+    num_tokens: bytes = b""  # int32 per row; empty: one each. More than one is accepted speculation; a chunk's row has
+    # none when its grammar is not compiled yet: its last token is to be computed again
     logprobs: dict[int, list[TokenLogprobs]] = {}  # slot -> one per sampled id, where asked
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # slot -> one per prompt token of this step's chunk
     failed: dict[int, str] = {}  # slot -> why this request alone cannot go on (its row's ids are void)

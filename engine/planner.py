@@ -62,7 +62,7 @@ class Planner:
         return draft.plan(step_id, freed)
 
     def _prompt_is_planned(self, group: Group, request: Request, ends: list[Request]) -> None:
-        """Its last chunk is in the plan: from the next one on it decodes."""
+        """Its last chunk is in the plan: from the next one on it decodes, or once its grammar has let it begin."""
         for sibling in request.siblings:
             group.kv.share_prompt(request, sibling)
             sibling.state = State.FORKING
@@ -71,7 +71,9 @@ class Planner:
             sibling.queue_s = request.queue_s
             group.forks.append(sibling)
         request.siblings = []
-        if request.num_tokens + 1 >= request.max_len:
+        if request.sampling.grammar is not None:
+            request.held = True
+        elif request.num_tokens + 1 >= request.max_len:
             group.mark_ending(request)
             ends.append(request)
         else:

@@ -45,6 +45,7 @@ class Request:
         "end_tick",
         "ending",
         "group",
+        "held",
         "keys",
         "max_len",
         "num_at_last_loss",
@@ -105,6 +106,7 @@ class Request:
         self.num_computed = 0
         self.num_published = 0  # leading full blocks that are known to the prefix cache
         self.ending = False  # the step that samples its last token is planned
+        self.held = False  # the step that samples its first token here is planned, and may come back without one
         self.row = -1  # in the decode batch; -1: not in it
         self.bucket = -1
         self.end_tick = -1

@@ -1,8 +1,9 @@
 """Structured output: which tokens a request's grammar allows next, by xgrammar.
 
 Grammars are compiled by threads while prompts are computed, and masks are filled by another while the forward pass
-runs (xgrammar lets go of the interpreter lock for both). What goes wrong with a grammar, or takes too long, is the
-failure of that request alone.
+runs (xgrammar lets go of the interpreter lock for both). A slot whose grammar is not there when it should sample is
+left out of the step, and the scheduler gives it again: nobody else waits. What goes wrong with a grammar, or takes too
+long, is the failure of that request alone.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import json
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,12 +35,13 @@ if TYPE_CHECKING:
 MAX_REASON_CHARS = 300
 _LOOSE_CHARACTERS = re.compile(r'^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)  # rule ::= (([^\"\\\r\n]))
 _JSON_CHARACTERS = r'\1(([^\\"\\\\\\0-\\x1f]))'
+IDLE_WAIT_S = 0.01  # of a step that has nothing to do but to sample slots whose grammars are being compiled
 MAX_WHITESPACE = 32  # in a row: small models would go on with it for ever
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    compile_timeout_s: float = 10.0  # for a request whose prompt is computed and whose grammar is not
+    compile_timeout_s: float = 10.0  # from the start of its request
     max_compiled_bytes: int = 64 * 2**20  # of one grammar, before it is used
     max_cached: int = 1024  # grammars that are kept for later requests
     max_cached_bytes: int = 512 * 2**20
@@ -191,16 +194,20 @@ class GrammarSlots:
     """The place in its grammar of each slot that has one. It follows from the slot table: a slot that comes back
     after a preemption, or from another group, is brought to its place from the tokens that it has."""
 
-    def __init__(self, slots: SlotTable, compiler: GrammarCompiler) -> None:
+    def __init__(
+        self, slots: SlotTable, compiler: GrammarCompiler, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         max_num_seqs = len(slots.num_tokens)
         self.slots = slots
         self.compiler = compiler
+        self.clock = clock
         self.active = np.zeros(max_num_seqs, bool)
         self.masks = torch.zeros((max_num_seqs, -(-compiler.vocab_size // 32)), dtype=torch.int32)
         self.num_accepted = np.zeros(max_num_seqs, np.int32)  # known tokens that the matcher has taken
         self.mask_length = np.zeros(max_num_seqs, np.int32)  # known tokens when the mask was filled
         self._end_mask = _bits(compiler.eos_token_ids, compiler.vocab_size)
         self._compiled: dict[int, Future[xgrammar.CompiledGrammar]] = {}
+        self._due_s: dict[int, float] = {}  # when a grammar has to be compiled
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
         self._filling: Future[None] | None = None
@@ -213,12 +220,14 @@ class GrammarSlots:
             self.num_accepted[new.slot] = new.num_prompt_tokens
             self.mask_length[new.slot] = -1
             self._compiled[new.slot] = self.compiler.compile(new.sampling.grammar)
+            self._due_s[new.slot] = self.clock() + self.compiler.limits.compile_timeout_s
 
     def free(self, slot: int) -> None:
         if self.active[slot]:
             self._wait()
             self.active[slot] = False
             self._compiled.pop(slot)
+            self._due_s.pop(slot)
             self._matchers.pop(slot, None)
 
     def close(self) -> None:
@@ -232,26 +241,40 @@ class GrammarSlots:
         if ready:
             self._filling = self._pool.submit(self._fill_all, ready, self.slots.num_tokens[ready].tolist())
 
-    def apply(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> dict[int, str]:
-        """Make -inf what the grammars forbid. Slots that cannot go on, with the reason."""
+    def apply(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> tuple[dict[int, str], list[int]]:
+        """Make -inf what the grammars forbid.
+
+        (slots that cannot go on, with the reason; slots that cannot be sampled yet, their grammars being compiled)
+        """
         failed: dict[int, str] = {}
+        late: list[int] = []
         rows = np.flatnonzero(self.active[slots])
         if len(rows) == 0:
-            return failed
+            return failed, late
         self._wait()
+        self._linger(slots)
         for slot, length in zip(slots[rows].tolist(), lengths[rows].tolist(), strict=True):
             try:
-                self._compiled[slot].result(self.compiler.limits.compile_timeout_s)
-                self._fill(slot, length)
+                if self._compiled[slot].done():
+                    self._fill(slot, length)
+                elif self.clock() < self._due_s[slot]:
+                    late.append(slot)
+                else:
+                    limit = self.compiler.limits.compile_timeout_s
+                    failed[slot] = f"the grammar took longer than {limit:g} s to compile"
             except GrammarError as error:
                 failed[slot] = str(error)
-            except FutureTimeout:
-                limit = self.compiler.limits.compile_timeout_s
-                failed[slot] = f"the grammar took longer than {limit:g} s to compile"
-        rows = rows[[slot not in failed for slot in slots[rows].tolist()]]
+        rows = rows[~np.isin(slots[rows], [*failed, *late])]
         if len(rows):
             self._mask(logits, rows, slots[rows])
-        return failed
+        return failed, late
+
+    def _linger(self, slots: np.ndarray) -> None:
+        """Where every slot of the step waits for its grammar, the next step may as well come a little later."""
+        if self.active[slots].all():
+            compiled = [self._compiled[slot] for slot in slots.tolist()]
+            if not any(each.done() for each in compiled):
+                wait(compiled, IDLE_WAIT_S, FIRST_COMPLETED)
 
     def _wait(self) -> None:
         if self._filling is not None:

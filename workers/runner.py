@@ -114,19 +114,19 @@ class ModelRunner:
         if self.sampler is not None and logits is not None:
             prompt_logprobs = self._prompt_logprobs(self.sampler, batch, rows, logits)
             sampled = self._choose(self.sampler, batch, slots, logits[: rows.num_sampled], drafts)
-        ids, counts = self._share(sampled, len(slots), rows.num_sampled, drafts is not None)
+        ids, counts = self._share(sampled, len(slots), rows.num_sampled)
         self._append(slots, ids, counts)
         if self.sampler is None:
             return None
         return StepResult(
             step_id,
             ids.tobytes(),
-            num_tokens=b"" if drafts is None else counts.tobytes(),
+            num_tokens=b"" if (counts == 1).all() else counts.tobytes(),
             logprobs={} if sampled is None else sampled.logprobs,
             prompt_logprobs=prompt_logprobs,
             failed={} if sampled is None else sampled.failed,
             num_drafted=0 if drafts is None else sum(map(len, drafts)),
-            num_accepted=0 if drafts is None else int(counts.sum()) - len(counts),
+            num_accepted=int(np.maximum(counts - 1, 0).sum()),
         )
 
     def _prompt_logprobs(
@@ -148,9 +148,7 @@ class ModelRunner:
         num_first = len(slots) - len(drafts)  # chunks that end their prompt: nothing to verify
         return sampler.verify(logits, slots, [np.empty(0, np.int32)] * num_first + drafts)
 
-    def _share(
-        self, sampled: Sampled | None, num_slots: int, most: int, is_ragged: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _share(self, sampled: Sampled | None, num_slots: int, most: int) -> tuple[np.ndarray, np.ndarray]:
         """(ids, how many of them for each slot) of rank 0's sampling, on every rank. At most `most` ids."""
         counts = np.ones(num_slots, np.int32)
         if num_slots == 0:
@@ -158,8 +156,7 @@ class ModelRunner:
         ids = np.zeros(most, np.int32)
         if sampled is not None:
             ids[: len(sampled.token_ids)] = sampled.token_ids
-            if is_ragged:
-                counts[:] = sampled.num_tokens
+            counts[:] = sampled.num_tokens
         if self.tp.size > 1:
             message = on(self.device, np.concatenate([counts, ids]))
             counts, ids = np.split(self.tp.broadcast(message).cpu().numpy(), [num_slots])

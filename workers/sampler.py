@@ -29,9 +29,10 @@ class Sampled:
     """What the rows of a step chose, in the order of the rows."""
 
     token_ids: np.ndarray  # int32; all rows' ids one after the other
-    num_tokens: np.ndarray  # int32 [rows]; more than one is accepted speculation
+    num_tokens: np.ndarray  # int32 [rows]; more than one: accepted speculation; none: a later step is to sample it
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # slot -> one per id, where asked
     failed: dict[int, str] = field(default_factory=dict)  # slot -> reason; its row has one id, which is void
+    late: list[int] = field(default_factory=list)  # slots whose grammar is not compiled yet: their rows have no id
 
 
 class Sampler:
@@ -92,7 +93,9 @@ class Sampler:
     def sample(self, logits: Tensor, slots: np.ndarray) -> Sampled:
         """One token for each of these distinct slots from `logits` [rows, vocab], which are changed on the way."""
         result = Sampled(np.zeros(0, np.int32), np.ones(len(slots), np.int32))
-        result.token_ids = self._choose(self._cut(logits), slots, self.slots.num_tokens[slots], result)
+        ids = self._choose(self._cut(logits), slots, self.slots.num_tokens[slots], result)
+        result.num_tokens[np.isin(slots, result.late)] = 0
+        result.token_ids = ids[result.num_tokens > 0]
         return result
 
     def verify(self, logits: Tensor, slots: np.ndarray, drafts: Sequence[np.ndarray]) -> Sampled:
@@ -117,7 +120,7 @@ class Sampler:
             lengths = self.slots.num_tokens[slots[alive]] + place
             ids = self._choose(self._rows(logits, first[alive] + place), slots[alive], lengths, result)
             chosen[alive, place] = ids
-            result.num_tokens[alive] += 1
+            result.num_tokens[alive] += ~np.isin(slots[alive], result.late)
             going_on = np.flatnonzero(ids == drafted[alive, place])
             going_on = going_on[~self._ends(slots[alive[going_on]], ids[going_on], result)]
             alive = alive[going_on]
@@ -153,19 +156,21 @@ class Sampler:
         wanted = np.flatnonzero(self.num_logprobs[slots] >= 0)
         raw = self._raw(logits, slots, wanted)
         self.edits.apply(logits, slots, lengths)
-        failed = self._apply_grammars(logits, slots, lengths)
+        failed, late = self._apply_grammars(logits, slots, lengths)
         chosen = self._draw(logits, slots, lengths)
         ids = chosen.cpu().numpy().astype(np.int32)
         possible = logits.gather(1, chosen[:, None])[:, 0].isfinite().cpu().numpy()
         for slot in slots[~possible].tolist():
-            failed.setdefault(slot, "no token is left to choose from")
+            if slot not in late:
+                failed.setdefault(slot, "no token is left to choose from")
         if len(wanted):
             self._report(raw, slots[wanted], ids[wanted], result)
         if failed:
             ids[np.isin(slots, list(failed))] = 0
             result.failed.update(failed)
-            for slot in failed:
-                result.logprobs.pop(slot, None)
+        result.late += late
+        for slot in (*failed, *late):
+            result.logprobs.pop(slot, None)
         return ids
 
     def _raw(self, logits: Tensor, slots: np.ndarray, wanted: np.ndarray) -> Tensor:
@@ -174,10 +179,12 @@ class Sampler:
             return self._rows(logits, wanted)
         return logits[on(self.device, wanted)]
 
-    def _apply_grammars(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> dict[int, str]:
+    def _apply_grammars(
+        self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray
+    ) -> tuple[dict[int, str], list[int]]:
         if self.grammars is not None:
             return self.grammars.apply(logits, slots, lengths)
-        return dict.fromkeys(slots[self.has_grammar[slots]].tolist(), "this model has no tokenizer.json")
+        return dict.fromkeys(slots[self.has_grammar[slots]].tolist(), "this model has no tokenizer.json"), []
 
     def _draw(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray) -> Tensor:
         temperature = self.temperature[slots]
@@ -204,13 +211,13 @@ class Sampler:
             result.logprobs.setdefault(slot, []).append(entry)
 
     def _ends(self, slots: np.ndarray, ids: np.ndarray, result: Sampled) -> np.ndarray:
-        """Rows after which nothing is to be sampled: the request ends with this token, or has failed."""
+        """Rows after which nothing is to be sampled: the request ends with this token, has failed or has to wait."""
         ends = np.zeros(len(slots), bool)
         for row, (slot, token) in enumerate(zip(slots.tolist(), ids.tolist(), strict=True)):
             params = self.slots.sampling[slot]
             assert params is not None
             is_eos = token in self.eos_token_ids and not params.ignore_eos
-            ends[row] = is_eos or token in params.stop_token_ids or slot in result.failed
+            ends[row] = is_eos or token in params.stop_token_ids or slot in result.failed or slot in result.late
         return ends
 
 

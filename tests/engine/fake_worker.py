@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from orcaserve.engine.messages import GenerateRequest, NewSlot, StepPlan, StepResult
+from orcaserve.engine.messages import Chunk, GenerateRequest, NewSlot, StepPlan, StepResult
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.workers.slots import SlotTable
 
@@ -78,6 +78,7 @@ class FakeWorker:
         self.last_step = -1
         self.num_computed_tokens = 0
         self.rng = random.Random(self.seed)
+        self.compiling: set[int] = set()  # slots whose grammar is not there yet
 
     def step(self, plan: StepPlan) -> StepResult:
         assert plan.step_id > self.last_step
@@ -97,7 +98,7 @@ class FakeWorker:
             history = self._write(slot, start, num, history, written)
             if samples:
                 assert start + num == self.slots.num_tokens[slot], "samples before the last token"
-                sampled.append([self._sample(slot, history)])
+                sampled.append([self._sample(slot, history)] if self._has_compiled(slot) else [])
         first_decode = len(sampled) - len(decodes)
         for i, slot in enumerate(decodes):
             if plan.num_draft_tokens:
@@ -108,9 +109,10 @@ class FakeWorker:
                 if self.slots.num_tokens[slot] < self.max_model_len + 1:
                     self.slots.append(np.array([slot]), np.array([token]))
         flat = np.array([t for ids in sampled for t in ids], np.int32).tobytes()
-        counts = np.array([len(ids) for ids in sampled], np.int32).tobytes() if plan.num_draft_tokens else b""
+        lengths = [len(ids) for ids in sampled]
+        counts = np.array(lengths, np.int32).tobytes() if plan.num_draft_tokens or 0 in lengths else b""
         prompt_logprobs = {
-            c.slot: [None] * min(c.num_tokens, max(0, int(self.slots.num_prompt_tokens[c.slot]) - c.start))
+            c.slot: [None] * self._num_scored(c)
             for c in plan.chunks
             if self.choices[c.slot].sampling.prompt_logprobs is not None
         }
@@ -124,6 +126,9 @@ class FakeWorker:
             assert new.slot not in self.live, f"slot {new.slot} filled while taken"
             self.live.add(new.slot)
             self.choices[new.slot] = new
+            self.compiling.discard(new.slot)
+            if new.sampling.grammar is not None:
+                self.compiling.add(new.slot)
         for slot in [*(c.slot for c in plan.chunks), *np.frombuffer(plan.decode_slots, np.int32).tolist()]:
             assert slot in self.live, f"slot {slot} runs while free"
         self.slots.apply_plan(plan)
@@ -163,6 +168,17 @@ class FakeWorker:
         new = self.choices[slot]
         num_output = int(self.slots.num_tokens[slot] - self.slots.num_prompt_tokens[slot]) + ahead
         return self.model.next_token(history, new.sampling, new.choice_index, num_output)
+
+    def _num_scored(self, chunk: Chunk) -> int:
+        """Prompt tokens that the chunk's logits are about, and the first one, which none are about."""
+        end = min(chunk.start + chunk.num_tokens + 1, int(self.slots.num_prompt_tokens[chunk.slot]))
+        return max(0, end - chunk.start - 1) + (chunk.start == 0)
+
+    def _has_compiled(self, slot: int) -> bool:
+        """In each step as likely as not."""
+        if slot in self.compiling and self.rng.random() < 0.5:
+            self.compiling.remove(slot)
+        return slot not in self.compiling
 
     def _speculate(self, slot: int, first: int, plan: StepPlan, written: set[tuple[int, int]]) -> list[int]:
         """Drafts of a random number of right tokens and then wrong ones, as far as the block table reaches."""

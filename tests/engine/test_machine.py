@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.errors import RequestRefused
 from orcaserve.engine.messages import GenerateRequest, StepPlan, StepResult, TokenDelta
-from orcaserve.engine.sampling import SamplingParams
+from orcaserve.engine.sampling import Grammar, SamplingParams
 from orcaserve.engine.scheduler import Scheduler
 
 MAX_LEN = 64
@@ -112,10 +112,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         patience=st.sampled_from([None, None, 0.2]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         stops=st.sampled_from([(), (), (7, 9)]),
+        grammar=st.sampled_from([None, None, Grammar("regex", "a")]),
         stream=st.integers(0, 2),
     )
     def add(
-        self, shared, own, max_tokens, min_tokens, n, priority, tenant, salt, patience, prompt_logprobs, stops, stream
+        self,
+        shared,
+        own,
+        max_tokens,
+        min_tokens,
+        n,
+        priority,
+        tenant,
+        salt,
+        patience,
+        prompt_logprobs,
+        stops,
+        grammar,
+        stream,
     ):
         number = len(self.requests)
         prompt = (*SHARED[:shared], *own)
@@ -128,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 min_tokens=min_tokens,
                 prompt_logprobs=prompt_logprobs,
                 stop_token_ids=stops,
+                grammar=grammar,
             ),
             stream=stream,
             n=n,
