@@ -84,18 +84,16 @@ def trace(
     """Record every step of the next seconds: plan, send, forward, sample, receive, publish, on scheduler and ranks."""
     import httpx
 
-    from orcaserve.cluster.client_errors import error_of, transport_error
+    from orcaserve.cluster.client_errors import error_of, transport_errors
 
     if not output.parent.is_dir():
         raise typer.BadParameter(f"--output: there is no directory {output.parent}")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with _told():
-        try:
+        with transport_errors():
             answer = httpx.get(
                 f"{url.rstrip('/')}/trace", params={"seconds": seconds}, headers=headers, timeout=seconds + 20
             )
-        except httpx.TransportError as error:
-            raise transport_error(error) from error
         if not answer.is_success:
             raise error_of(answer)
     output.write_bytes(answer.content)

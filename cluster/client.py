@@ -17,27 +17,18 @@ from typing import Any, Generic, Self, Unpack
 
 import httpx
 
-from orcaserve.cluster.client_base import (
-    DEFAULT_TIMEOUT,
-    DEFAULT_URL,
-    ClientBase,
-    Messages,
-    Model,
-    Prompt,
-    chat_body,
-    completion_body,
-)
-from orcaserve.cluster.client_errors import IncompleteStream, OrcaserveError, error_of, transport_error
+from orcaserve.cluster import client_calls as calls
+from orcaserve.cluster.client_base import DEFAULT_TIMEOUT, DEFAULT_URL, ClientBase
+from orcaserve.cluster.client_calls import Answer, Call, Messages, Prompt
+from orcaserve.cluster.client_errors import IncompleteStream, OrcaserveError, error_of, transport_errors
 from orcaserve.cluster.client_options import ChatOptions, CompletionOptions
 from orcaserve.cluster.client_retry import RetryPolicy
-from orcaserve.cluster.client_sse import SseParser
 from orcaserve.cluster.client_stream import Chunk, StreamState
 from orcaserve.cluster.protocol_responses import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterStatusResponse,
     Completion,
-    DetokenizeResponse,
     HealthResponse,
     ModelList,
     TokenizeResponse,
@@ -72,77 +63,70 @@ class Client(ClientBase):
 
     def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> ChatCompletion:
         """Continue a conversation."""
-        return self._post(ChatCompletion, "/v1/chat/completions", chat_body(messages, options))
+        return self._ask(calls.chat(messages, options))
 
     def complete(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Completion:
         """Continue one or several prompts."""
-        return self._post(Completion, "/v1/completions", completion_body(prompt, options))
+        return self._ask(calls.completion(prompt, options))
 
     def stream_chat(
         self, messages: Messages, *, resume: bool = False, **options: Unpack[ChatOptions]
     ) -> ChunkStream[ChatCompletionChunk]:
         """Chunks as they come. With `resume`, a broken stream goes on where it stopped."""
-        state = StreamState(ChatCompletionChunk, chat_body(messages, options), resume, self._rng)
-        return ChunkStream(self, "/v1/chat/completions", state)
+        body = calls.chat_body(messages, options)
+        return ChunkStream(self, StreamState(ChatCompletionChunk, calls.CHAT_PATH, body, resume, self._rng))
 
     def stream_complete(
         self, prompt: Prompt, *, resume: bool = False, **options: Unpack[CompletionOptions]
     ) -> ChunkStream[Completion]:
         """Chunks as they come. With `resume`, a broken stream goes on where it stopped."""
-        return ChunkStream(
-            self, "/v1/completions", StreamState(Completion, completion_body(prompt, options), resume, self._rng)
-        )
+        body = calls.completion_body(prompt, options)
+        return ChunkStream(self, StreamState(Completion, calls.COMPLETION_PATH, body, resume, self._rng))
 
     def models(self) -> ModelList:
         """What is served."""
-        return self._get(ModelList, "/v1/models")
+        return self._ask(calls.MODELS)
 
     def tokenize(self, text: str | Messages, **options: Any) -> TokenizeResponse:
         """Token ids of a text or a conversation."""
-        field = {"prompt": text} if isinstance(text, str) else {"messages": [dict(message) for message in text]}
-        return self._post(TokenizeResponse, "/tokenize", field | options)
+        return self._ask(calls.tokenize(text, options))
 
     def detokenize(self, tokens: Sequence[int], **options: Any) -> str:
         """The text of token ids."""
-        return self._post(DetokenizeResponse, "/detokenize", {"tokens": list(tokens)} | options).prompt
+        return self._ask(calls.detokenize(tokens, options)).prompt
 
     def health(self) -> HealthResponse:
         """Is it alive? Raises ServerFailed when not."""
-        return self._get(HealthResponse, "/health")
+        return self._ask(calls.HEALTH)
 
     def ready(self) -> HealthResponse:
         """Can it answer? Raises ServerFailed when not."""
-        return self._get(HealthResponse, "/ready")
+        return self._ask(calls.READY)
 
     def cluster_status(self) -> ClusterStatusResponse:
         """Groups, queue and cache at this moment."""
-        return self._get(ClusterStatusResponse, "/cluster")
+        return self._ask(calls.CLUSTER)
 
-    def _get(self, model: type[Model], path: str) -> Model:
-        return self._request(model, "GET", path, None)
-
-    def _post(self, model: type[Model], path: str, body: dict[str, Any]) -> Model:
-        return self._request(model, "POST", path, body)
-
-    def _request(self, model: type[Model], method: str, path: str, body: dict[str, Any] | None) -> Model:
+    def _ask(self, call: Call[Answer]) -> Answer:
         attempts = self._attempts()
         while True:
+            url = attempts.url + call.path
             try:
-                try:
-                    response = self._http.request(method, attempts.url + path, json=body, headers=self._headers)
-                except httpx.TransportError as error:
-                    raise transport_error(error) from error
-                return self._answer(model, response, attempts)
+                with transport_errors():
+                    response = self._http.request(call.method, url, json=call.body, headers=self._headers)
+                answer = call.read(response)
             except OrcaserveError as error:
                 time.sleep(attempts.failed(error))
+            else:
+                self._succeeded(attempts)
+                return answer
 
 
 class ChunkStream(Generic[Chunk]):
     """Iterate it once. Leaving the loop early closes the connection, and the server stops working on it."""
 
-    def __init__(self, client: Client, path: str, state: StreamState[Chunk]) -> None:
+    def __init__(self, client: Client, state: StreamState[Chunk]) -> None:
         self._client = client
-        self._path = path
         self._state: StreamState[Chunk] = state
         self._chunks: Generator[Chunk, None, None] = self._run()
 
@@ -171,39 +155,27 @@ class ChunkStream(Generic[Chunk]):
         return (chunk.text for chunk in self if chunk.text)
 
     def _run(self) -> Generator[Chunk, None, None]:
-        state = self._state
-        attempts = self._client._attempts()
+        state, attempts = self._state, self._client._attempts()
         while not state.done:
             try:
                 with closing(self._once(attempts.url)) as chunks:
                     for chunk in chunks:
-                        if state.progressed:
-                            attempts.succeeded()
-                            self._client._preferred = attempts.index
+                        self._client._succeeded(attempts)
                         if chunk is not None:
                             yield chunk
             except OrcaserveError as error:
-                if state.begun and not state.resume:
-                    raise
-                time.sleep(attempts.failed(error))
+                time.sleep(state.wait_s(error, attempts))
 
     def _once(self, url: str) -> Generator[Chunk | None, None, None]:
         """One connection, as far as it goes. Raises OrcaserveError."""
-        client, state = self._client, self._state
-        parser = SseParser()
-        try:
-            with client._http.stream(
-                "POST", url + self._path, json=state.next_body(), headers=client._headers
-            ) as response:
-                state.request_id = response.headers.get("x-request-id", "")
-                if not response.is_success:
-                    response.read()
-                    raise error_of(response)
-                for data in response.iter_bytes():
-                    for event in parser.feed(data):
-                        yield state.take(event)
-                        if state.done:
-                            return
-        except httpx.TransportError as error:
-            raise transport_error(error) from error
+        http, headers, state = self._client._http, self._client._headers, self._state
+        body = state.next_body()
+        with transport_errors(), http.stream("POST", url + state.path, json=body, headers=headers) as response:
+            if not state.opened(response):
+                response.read()
+                raise error_of(response)
+            for data in response.iter_bytes():
+                yield from state.feed(data)
+                if state.done:
+                    return
         raise IncompleteStream("the stream ended without [DONE]")

@@ -16,27 +16,18 @@ from typing import Any, Generic, Self, Unpack
 
 import httpx
 
-from orcaserve.cluster.client_base import (
-    DEFAULT_TIMEOUT,
-    DEFAULT_URL,
-    ClientBase,
-    Messages,
-    Model,
-    Prompt,
-    chat_body,
-    completion_body,
-)
-from orcaserve.cluster.client_errors import IncompleteStream, OrcaserveError, error_of, transport_error
+from orcaserve.cluster import client_calls as calls
+from orcaserve.cluster.client_base import DEFAULT_TIMEOUT, DEFAULT_URL, ClientBase
+from orcaserve.cluster.client_calls import Answer, Call, Messages, Prompt
+from orcaserve.cluster.client_errors import IncompleteStream, OrcaserveError, error_of, transport_errors
 from orcaserve.cluster.client_options import ChatOptions, CompletionOptions
 from orcaserve.cluster.client_retry import RetryPolicy
-from orcaserve.cluster.client_sse import SseParser
 from orcaserve.cluster.client_stream import Chunk, StreamState
 from orcaserve.cluster.protocol_responses import (
     ChatCompletion,
     ChatCompletionChunk,
     ClusterStatusResponse,
     Completion,
-    DetokenizeResponse,
     HealthResponse,
     ModelList,
     TokenizeResponse,
@@ -73,78 +64,70 @@ class AsyncClient(ClientBase):
 
     async def chat(self, messages: Messages, **options: Unpack[ChatOptions]) -> ChatCompletion:
         """Continue a conversation."""
-        return await self._post(ChatCompletion, "/v1/chat/completions", chat_body(messages, options))
+        return await self._ask(calls.chat(messages, options))
 
     async def complete(self, prompt: Prompt, **options: Unpack[CompletionOptions]) -> Completion:
         """Continue one or several prompts."""
-        return await self._post(Completion, "/v1/completions", completion_body(prompt, options))
+        return await self._ask(calls.completion(prompt, options))
 
     def stream_chat(
         self, messages: Messages, *, resume: bool = False, **options: Unpack[ChatOptions]
     ) -> AsyncChunkStream[ChatCompletionChunk]:
         """Chunks as they come. With `resume`, a broken stream goes on where it stopped."""
-        state = StreamState(ChatCompletionChunk, chat_body(messages, options), resume, self._rng)
-        return AsyncChunkStream(self, "/v1/chat/completions", state)
+        body = calls.chat_body(messages, options)
+        return AsyncChunkStream(self, StreamState(ChatCompletionChunk, calls.CHAT_PATH, body, resume, self._rng))
 
     def stream_complete(
         self, prompt: Prompt, *, resume: bool = False, **options: Unpack[CompletionOptions]
     ) -> AsyncChunkStream[Completion]:
         """Chunks as they come. With `resume`, a broken stream goes on where it stopped."""
-        return AsyncChunkStream(
-            self, "/v1/completions", StreamState(Completion, completion_body(prompt, options), resume, self._rng)
-        )
+        body = calls.completion_body(prompt, options)
+        return AsyncChunkStream(self, StreamState(Completion, calls.COMPLETION_PATH, body, resume, self._rng))
 
     async def models(self) -> ModelList:
         """What is served."""
-        return await self._get(ModelList, "/v1/models")
+        return await self._ask(calls.MODELS)
 
     async def tokenize(self, text: str | Messages, **options: Any) -> TokenizeResponse:
         """Token ids of a text or a conversation."""
-        field = {"prompt": text} if isinstance(text, str) else {"messages": [dict(message) for message in text]}
-        return await self._post(TokenizeResponse, "/tokenize", field | options)
+        return await self._ask(calls.tokenize(text, options))
 
     async def detokenize(self, tokens: Sequence[int], **options: Any) -> str:
         """The text of token ids."""
-        answer = await self._post(DetokenizeResponse, "/detokenize", {"tokens": list(tokens)} | options)
-        return answer.prompt
+        return (await self._ask(calls.detokenize(tokens, options))).prompt
 
     async def health(self) -> HealthResponse:
         """Is it alive? Raises ServerFailed when not."""
-        return await self._get(HealthResponse, "/health")
+        return await self._ask(calls.HEALTH)
 
     async def ready(self) -> HealthResponse:
         """Can it answer? Raises ServerFailed when not."""
-        return await self._get(HealthResponse, "/ready")
+        return await self._ask(calls.READY)
 
     async def cluster_status(self) -> ClusterStatusResponse:
         """Groups, queue and cache at this moment."""
-        return await self._get(ClusterStatusResponse, "/cluster")
+        return await self._ask(calls.CLUSTER)
 
-    async def _get(self, model: type[Model], path: str) -> Model:
-        return await self._request(model, "GET", path, None)
-
-    async def _post(self, model: type[Model], path: str, body: dict[str, Any]) -> Model:
-        return await self._request(model, "POST", path, body)
-
-    async def _request(self, model: type[Model], method: str, path: str, body: dict[str, Any] | None) -> Model:
+    async def _ask(self, call: Call[Answer]) -> Answer:
         attempts = self._attempts()
         while True:
+            url = attempts.url + call.path
             try:
-                try:
-                    response = await self._http.request(method, attempts.url + path, json=body, headers=self._headers)
-                except httpx.TransportError as error:
-                    raise transport_error(error) from error
-                return self._answer(model, response, attempts)
+                with transport_errors():
+                    response = await self._http.request(call.method, url, json=call.body, headers=self._headers)
+                answer = call.read(response)
             except OrcaserveError as error:
                 await asyncio.sleep(attempts.failed(error))
+            else:
+                self._succeeded(attempts)
+                return answer
 
 
 class AsyncChunkStream(Generic[Chunk]):
     """Iterate it once. Leaving the loop early closes the connection, and the server stops working on it."""
 
-    def __init__(self, client: AsyncClient, path: str, state: StreamState[Chunk]) -> None:
+    def __init__(self, client: AsyncClient, state: StreamState[Chunk]) -> None:
         self._client = client
-        self._path = path
         self._state: StreamState[Chunk] = state
         self._chunks: AsyncGenerator[Chunk, None] = self._run()
 
@@ -176,39 +159,28 @@ class AsyncChunkStream(Generic[Chunk]):
         return (chunk.text async for chunk in self if chunk.text)
 
     async def _run(self) -> AsyncGenerator[Chunk, None]:
-        state = self._state
-        attempts = self._client._attempts()
+        state, attempts = self._state, self._client._attempts()
         while not state.done:
             try:
                 async with aclosing(self._once(attempts.url)) as chunks:
                     async for chunk in chunks:
-                        if state.progressed:
-                            attempts.succeeded()
-                            self._client._preferred = attempts.index
+                        self._client._succeeded(attempts)
                         if chunk is not None:
                             yield chunk
             except OrcaserveError as error:
-                if state.begun and not state.resume:
-                    raise
-                await asyncio.sleep(attempts.failed(error))
+                await asyncio.sleep(state.wait_s(error, attempts))
 
     async def _once(self, url: str) -> AsyncGenerator[Chunk | None, None]:
         """One connection, as far as it goes. Raises OrcaserveError."""
-        client, state = self._client, self._state
-        parser = SseParser()
-        try:
-            async with client._http.stream(
-                "POST", url + self._path, json=state.next_body(), headers=client._headers
-            ) as response:
-                state.request_id = response.headers.get("x-request-id", "")
-                if not response.is_success:
+        http, headers, state = self._client._http, self._client._headers, self._state
+        with transport_errors():
+            async with http.stream("POST", url + state.path, json=state.next_body(), headers=headers) as response:
+                if not state.opened(response):
                     await response.aread()
                     raise error_of(response)
                 async for data in response.aiter_bytes():
-                    for event in parser.feed(data):
-                        yield state.take(event)
-                        if state.done:
-                            return
-        except httpx.TransportError as error:
-            raise transport_error(error) from error
+                    for chunk in state.feed(data):
+                        yield chunk
+                    if state.done:
+                        return
         raise IncompleteStream("the stream ended without [DONE]")

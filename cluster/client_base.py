@@ -1,20 +1,13 @@
-"""What the sync and the async client share: addresses, headers, bodies, and reading whole answers."""
+"""What the sync and the async client share: addresses, headers, and the server that they keep to."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 import httpx
-from pydantic import BaseModel, ValidationError
 
-from orcaserve.cluster.client_errors import IncompleteStream, error_of
 from orcaserve.cluster.client_retry import Attempts, RetryPolicy
-
-Model = TypeVar("Model", bound=BaseModel)
-Messages = Sequence[Mapping[str, Any]]
-Prompt = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 DEFAULT_TIMEOUT = httpx.Timeout(600.0, connect=5.0)
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -45,24 +38,6 @@ class ClientBase:
     def _attempts(self) -> Attempts:
         return Attempts(self._urls, self._retry, self._rng, self._preferred)
 
-    def _answer(self, model: type[Model], response: httpx.Response, attempts: Attempts) -> Model:
-        """A whole answer as its type. Raises ApiError."""
-        if not response.is_success:
-            raise error_of(response)
+    def _succeeded(self, attempts: Attempts) -> None:
+        attempts.succeeded()
         self._preferred = attempts.index
-        try:
-            return model.model_validate_json(response.content)
-        except ValidationError as error:
-            raise IncompleteStream(f"the answer is not what the API says: {error.errors()[0]['msg']}") from None
-
-
-def chat_body(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a chat request."""
-    return {"messages": [dict(message) for message in messages], **options}
-
-
-def completion_body(prompt: Prompt, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The body of a completion request."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt, **options}
-    return {"prompt": [part if isinstance(part, str | int) else list(part) for part in prompt], **options}

@@ -16,6 +16,8 @@ OrcaserveError
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 
@@ -121,10 +123,14 @@ def stream_error(data: str, request_id: str) -> StreamFailed | None:
     )
 
 
-def transport_error(error: httpx.TransportError) -> ConnectionFailed:
-    """Our name for what httpx raised."""
-    kind = TimedOut if isinstance(error, httpx.TimeoutException) else ConnectionFailed
-    return kind(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+@contextmanager
+def transport_errors() -> Iterator[None]:
+    """Our names for what httpx raises."""
+    try:
+        yield
+    except httpx.TransportError as error:
+        kind = TimedOut if isinstance(error, httpx.TimeoutException) else ConnectionFailed
+        raise kind(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
 
 
 def _detail(body: bytes) -> dict[str, str]:

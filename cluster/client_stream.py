@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
-from orcaserve.cluster.client_errors import stream_error
-from orcaserve.cluster.client_sse import Event
+import httpx
+
+from orcaserve.cluster.client_errors import OrcaserveError, stream_error
+from orcaserve.cluster.client_retry import Attempts
+from orcaserve.cluster.client_sse import Event, SseParser
 from orcaserve.cluster.protocol_responses import ChatCompletionChunk, Completion, Usage
 
 Chunk = TypeVar("Chunk", ChatCompletionChunk, Completion)
@@ -19,14 +22,17 @@ class StreamState(Generic[Chunk]):
     A continued stream reads as if nothing had happened: one id, one opening chunk a choice, one usage over all.
     """
 
-    def __init__(self, chunk_type: type[Chunk], body: Mapping[str, Any], resume: bool, rng: random.Random) -> None:
+    def __init__(
+        self, chunk_type: type[Chunk], path: str, body: Mapping[str, Any], resume: bool, rng: random.Random
+    ) -> None:
         self._chunk_type: type[Chunk] = chunk_type
+        self.path = path
         self._body = dict(body) | {"stream": True}
-        self.resume = resume
         self.done = False
-        self.begun = False
-        self.progressed = False  # since the last request
-        self.request_id = ""
+        self._resume = resume
+        self._begun = False
+        self._request_id = ""
+        self._parser = SseParser()
         self._identity: tuple[str, int] | None = None
         self._ids: dict[int, list[int]] = {}
         self._opened: set[int] = set()
@@ -41,24 +47,39 @@ class StreamState(Generic[Chunk]):
 
     def next_body(self) -> dict[str, Any]:
         """What to send: the request, or after a break the request for the rest."""
-        self.progressed = False
-        if not self.begun:
+        if not self._begun:
             return self._body
         left = {i: ids for i, ids in self._ids.items() if i not in self._finished} or self._ids
         self._num_left_out = sum(len(ids) for i, ids in self._ids.items() if i not in left)
         body = {key: value for key, value in self._body.items() if key not in ("deadline_ms", "echo")}
         return body | {"resume_token_ids": {str(i): ids for i, ids in left.items()}}
 
-    def take(self, event: Event) -> Chunk | None:
-        """The chunk of an event, if it has one for the caller. Raises StreamFailed."""
-        if event.data == "[DONE]":
-            self.done = True
-            return None
-        if (error := stream_error(event.data, self.request_id)) is not None:
+    def opened(self, response: httpx.Response) -> bool:
+        """A response has begun; whether it is a stream, and no error to be read whole."""
+        self._parser = SseParser()
+        self._request_id = response.headers.get("x-request-id", "")
+        return response.is_success
+
+    def feed(self, data: bytes) -> Iterator[Chunk | None]:
+        """What these bytes complete; None for a chunk that holds nothing new. Raises StreamFailed."""
+        for event in self._parser.feed(data):
+            if event.data == "[DONE]":
+                self.done = True
+                return
+            yield self._take(event)
+
+    def wait_s(self, error: OrcaserveError, attempts: Attempts) -> float:
+        """Seconds to wait before going on; raises the error when that must not or cannot be."""
+        if self._begun and not self._resume:
+            raise error
+        return attempts.failed(error)
+
+    def _take(self, event: Event) -> Chunk | None:
+        if (error := stream_error(event.data, self._request_id)) is not None:
             raise error
         chunk = self._chunk_type.model_validate_json(event.data)
-        self.begun = self.progressed = True
-        return self._continued(chunk) if self.resume else chunk
+        self._begun = True
+        return self._continued(chunk) if self._resume else chunk
 
     def _continued(self, chunk: Chunk) -> Chunk | None:
         if self._identity is None:
