@@ -1,11 +1,13 @@
 """Compiles the C sources beside this file into a shared library, once per machine, and loads it.
 
 The library lies in a cache folder under a name made of the sources, the flags, the compiler and the CPU: a change of
-any of them makes another file, and two processes that compile at once both end with a whole one.
+any of them makes another file, and two processes that compile at once both end with a whole one. The few files that
+were used last are kept, for the machines that share the folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -14,6 +16,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,7 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-pthread", "-Wno-psabi")
 NATIVE = "-march=native"
 COMPILE_TIMEOUT_S = 120.0
+MAX_LIBRARIES = 8  # in the cache folder, of some 200 kB each
 
 
 class BuildError(RuntimeError):
@@ -43,7 +47,10 @@ def load(cache_dir: Path, target: str = NATIVE) -> ctypes.CDLL:
     path = cache_dir / f"cpu-{cache_key(compiler, target)}.so"
     if not path.exists():
         compile_library(compiler, path, target)
+        _forget_old(cache_dir, path)
     try:
+        with contextlib.suppress(PermissionError):  # a cache that somebody else has filled
+            os.utime(path, (time.time(), path.stat().st_mtime))  # many file systems do not note what is read
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} does not load: {error}") from error
@@ -89,6 +96,20 @@ def compile_library(compiler: Path, path: Path, target: str = NATIVE) -> None:
         _run_all([[str(compiler), "-shared", "-pthread", *map(str, objects), "-lm", "-o", str(library)]])
         os.replace(library, path)
     logger.info("compiled the CPU kernels into %s", path)
+
+
+def _forget_old(cache_dir: Path, kept: Path) -> None:
+    """Remove the libraries that were loaded longest ago, and what a killed compilation has left.
+
+    Who has a library open is not disturbed; others may be removing the same files.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        last_used = {path: path.stat().st_atime for path in cache_dir.glob("cpu-*.so") if path != kept}
+        for path in sorted(last_used, key=last_used.__getitem__, reverse=True)[MAX_LIBRARIES - 1 :]:
+            path.unlink()
+        for folder in cache_dir.glob("building-*"):
+            if time.time() - folder.stat().st_mtime > 2 * COMPILE_TIMEOUT_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run_all(commands: list[list[str]]) -> None:

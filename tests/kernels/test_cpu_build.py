@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,30 @@ def test_compiles_once_and_again_when_a_header_changes(small_sources: Path, tmp_
     (small_sources / "two.h").write_text("#define TWO 22")
     assert build.load(cache).two() == 22
     assert len(list(cache.iterdir())) == 2  # and nothing half-made is left behind
+
+
+@needs_compiler
+def test_the_cache_keeps_what_was_used_last(small_sources: Path, tmp_path: Path) -> None:
+    """A new library takes the place of the one that was loaded longest ago, and leftovers go too."""
+    cache = tmp_path / "cache"
+    build.load(cache)
+    (first,) = cache.glob("*.so")
+    for age in range(1, build.MAX_LIBRARIES + 3):
+        old = cache / f"cpu-{age}.so"
+        old.touch()
+        os.utime(old, (1000.0 - age, 5000.0))
+    (cache / "building-abc").mkdir()
+    os.utime(cache / "building-abc", (0.0, 0.0))
+    (cache / "building-now").mkdir()
+    os.utime(first, (10.0, 10.0))
+    build.load(cache)  # used: the youngest but for the one to come
+    (small_sources / "two.h").write_text("#define TWO 22")
+    build.load(cache)
+    libraries = {path.name for path in cache.glob("*.so")}
+    assert first.name in libraries
+    assert {f"cpu-{age}.so" for age in range(1, build.MAX_LIBRARIES - 1)} < libraries
+    assert len(libraries) == build.MAX_LIBRARIES
+    assert [path.name for path in cache.glob("building-*")] == ["building-now"]
 
 
 @needs_compiler
