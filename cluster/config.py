@@ -70,6 +70,14 @@ class ServeConfig(AppConfig):
     attention_backend: Literal["auto", "triton", "xformers", "flashinfer", "cpu", "reference"] = "auto"
     enforce_eager: bool = Field(False, description="no CUDA graphs, no compilation")
     num_threads: int = Field(0, ge=0, description="CPU threads of one rank; 0: the cores divided by the ranks")
+    kernel_cache_dir: Path | None = Field(
+        None, description="where compiled CPU kernels are kept; default: ~/.cache/orcaserve/kernels"
+    )
+    grammar_compile_timeout_s: float = Field(
+        10.0, gt=0, description="a request whose grammar its group has not compiled by then ends with an error"
+    )
+    max_grammar_memory: Bytes = Field(64 * 2**20, description="of one compiled grammar in a group, as 64MiB")
+    grammar_cache_memory: Bytes = Field(512 * 2**20, description="of compiled grammars that a group keeps")
 
     max_num_seqs: int = Field(64, ge=1, description="requests that one group runs at a time")
     max_num_batched_tokens: int = Field(512, ge=1, description="tokens that one step of one group computes at most")

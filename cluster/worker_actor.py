@@ -114,6 +114,11 @@ class WorkerActor:
             num_threads=options.num_threads,
             num_speculative_tokens=options.num_speculative_tokens,
             enforce_eager=options.enforce_eager,
+            grammar_compile_timeout_s=options.grammar_compile_timeout_s,
+            max_grammar_bytes=options.max_grammar_memory,
+            grammar_cache_bytes=options.grammar_cache_memory,
+            step_timeout_s=options.step_timeout_s,
+            cache_dir=str(options.kernel_cache_dir or ""),
         )
         self._worker = Worker(worker_config, self._rank, init_method)
         self._worker.load()

@@ -26,5 +26,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: int = 0  # CPU threads of one rank; 0: the cores divided by the ranks
     num_speculative_tokens: int = 0
     enforce_eager: bool = False  # no CUDA graphs, no torch.compile
-    rendezvous_timeout_s: float = 120.0
+    grammar_compile_timeout_s: float = 10.0  # from the start of its request
+    max_grammar_bytes: int = 64 * 2**20  # of one grammar, compiled
+    grammar_cache_bytes: int = 512 * 2**20  # of grammars kept for later requests
+    rendezvous_timeout_s: float = 120.0  # how long ranks wait for one another until the worker is warm,
+    step_timeout_s: float = 60.0  # and from then on
     cache_dir: str = ""  # compiled kernels; empty: the user's cache folder

@@ -39,6 +39,10 @@ class ShardingError(WorkerError):
         return ShardingError, self.arguments
 
 
+class BackendUnusable(WorkerError):
+    """The attention backend that was asked for does not run here."""
+
+
 class NotEnoughMemory(WorkerError):
     """Weights fit, but too little is left for a useful KV pool."""
 

@@ -79,6 +79,9 @@ class SharedMemoryGroup:
         self._check(self._library.orca_shm_broadcast(self._pointer, x.data_ptr(), x.numel() * x.element_size()))
         return x
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.native.timeout_s = timeout_s
+
     def close(self) -> None:
         self._memory.close()
 

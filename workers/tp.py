@@ -42,6 +42,10 @@ class TpGroup(Protocol):
         """Rank 0's tensor on every rank, in place."""
         ...
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a collective waits for the other ranks, from now on."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -60,6 +64,9 @@ class SoloGroup:
 
     def broadcast(self, x: Tensor) -> Tensor:
         return x
+
+    def set_timeout(self, timeout_s: float) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -100,6 +107,10 @@ class DistributedGroup:
     def broadcast(self, x: Tensor) -> Tensor:
         dist.broadcast(x, src=0)
         return x
+
+    def set_timeout(self, timeout_s: float) -> None:
+        # The only way that torch has for a process group that is there already.
+        dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s))
 
     def close(self) -> None:
         dist.destroy_process_group()

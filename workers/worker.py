@@ -14,10 +14,12 @@ from orcaserve.engine.messages import Chunk, NewSlot, StepPlan, StepResult
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.kernels import cpu
 from orcaserve.kernels.batch import AttentionBatch
+from orcaserve.kernels.dispatch import BackendUnavailable
+from orcaserve.kernels.paged_attention import operation as attention
 from orcaserve.workers import kv_shard
 from orcaserve.workers.config import WorkerConfig
-from orcaserve.workers.errors import ModelLoadError
-from orcaserve.workers.grammar import GrammarCompiler
+from orcaserve.workers.errors import BackendUnusable, ModelLoadError
+from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits
 from orcaserve.workers.graphs import DecodeGraphs
 from orcaserve.workers.models.config import ModelConfig, read_config
 from orcaserve.workers.models.decoder import Decoder, Setup
@@ -53,6 +55,7 @@ class Worker:
     def load(self) -> None:
         """Meet the other ranks, read the weights. Raises a WorkerError; what can be refused early, is."""
         self._set_threads()
+        self._check_backend()
         model_dir = Path(self.config.model_dir)
         self.model_config = read_config(model_dir)
         refuse_unknown(self.model_config, model_dir)
@@ -105,6 +108,7 @@ class Worker:
         table = (np.zeros_like(blocks).tobytes(), blocks.tobytes())
         self.step(StepPlan(0, [], [new], *table, [], [Chunk(0, 0, prompt, True)], b""))
         self.step(StepPlan(1, [], [], b"", b"", [], [], np.zeros(1, np.int32).tobytes()))
+        self.tp.set_timeout(self.config.step_timeout_s)
         self.reset()
 
     def step(self, plan: StepPlan) -> StepResult | None:
@@ -136,7 +140,12 @@ class Worker:
     def _make_sampler(self, slots: SlotTable) -> Sampler:
         """Without a tokenizer there are no grammars."""
         file, eos_token_ids = Path(self.config.model_dir) / TOKENIZER, self.model_config.eos_token_ids
-        grammars = GrammarCompiler(file, self.num_token_ids, eos_token_ids) if file.is_file() else None
+        limits = GrammarLimits(
+            compile_timeout_s=self.config.grammar_compile_timeout_s,
+            max_compiled_bytes=self.config.max_grammar_bytes,
+            max_cached_bytes=self.config.grammar_cache_bytes,
+        )
+        grammars = GrammarCompiler(file, self.num_token_ids, eos_token_ids, limits) if file.is_file() else None
         return Sampler(slots, self.num_token_ids, eos_token_ids, self.device, grammars)
 
     def _close_sampler(self) -> None:
@@ -151,6 +160,13 @@ class Worker:
         cache_dir = Path(self.config.cache_dir) if self.config.cache_dir else None
         if self.config.device == "cpu" and cpu.available(cache_dir):
             cpu.set_num_threads(num_threads)
+
+    def _check_backend(self) -> None:
+        """Before the weights are read, and not at the first request."""
+        try:
+            attention.implementation(self.device.type, self.config.attention_backend)
+        except BackendUnavailable as error:
+            raise BackendUnusable(str(error)) from error
 
     def _capture_graphs(self) -> DecodeGraphs | None:
         if self.config.device == "cpu" or self.config.enforce_eager:

@@ -39,6 +39,10 @@ class Rank:
         assert self.worker is not None
         self.worker.reset()
 
+    def warm_up(self) -> None:
+        assert self.worker is not None
+        self.worker.warm_up()
+
     def step(self, plan: Any) -> Any:
         assert self.worker is not None
         return self.worker.step(plan)
@@ -72,6 +76,22 @@ class Rank:
         sent = group.broadcast(torch.tensor([7, 8]) if rank == 0 else torch.zeros(2, dtype=torch.int64)).tolist()
         group.close()
         return reduced, None if gathered is None else gathered.tolist(), sent
+
+    def gloo_alone(self, address: str, rank: int, size: int, timeout_s: float) -> None:
+        """Rank 0 begins an all-reduce that nobody else takes part in, and gives it up."""
+        store = make_store(address, rank, size, 30.0)
+        group = DistributedGroup(store, rank, size, "gloo", 30.0)
+        group.set_timeout(timeout_s)
+        if rank == 0:
+            try:
+                group.all_reduce(torch.ones(4))
+            except RuntimeError:
+                store.set("given up", "")
+            else:
+                raise AssertionError("it was reduced without the other ranks")
+        else:
+            store.wait(["given up"])
+        group.close()
 
 
 def serve(address: str) -> None:

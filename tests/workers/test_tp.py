@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -98,6 +99,30 @@ def test_a_peer_that_does_not_come_is_an_error_in_time():
                 group.all_reduce(torch.ones(4))
 
     on_ranks(2, run, timeout_s=0.5)
+
+
+def test_the_timeout_can_be_changed():
+    def run(group: TpGroup) -> None:
+        group.set_timeout(0.3)
+        if group.rank == 0:
+            with pytest.raises(PeerLost, match=r"rank 0 waited 0\.3 s"):
+                group.all_reduce(torch.ones(4))
+
+    on_ranks(2, run)
+
+
+def test_over_gloo_too():
+    """Rank 1 comes to the rendezvous and not to the collective."""
+    links = rank_pool().links(2)
+    address = free_address()
+    began_s = time.monotonic()
+    for rank, link in enumerate(links):
+        link.send(("gloo_alone", (address, rank, 2, 0.5)))
+    for link in links:
+        assert link.poll(60)
+        succeeded, value = link.recv()
+        assert succeeded, value
+    assert time.monotonic() - began_s < 15, "the rendezvous had 30 s"
 
 
 @pytest.mark.parametrize("rank", [0, 1])

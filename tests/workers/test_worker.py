@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from tiny_models import assert_greedy, reference_greedy, reference_logits
 
 from orcaserve.engine.messages import Chunk, NewSlot, StepPlan
 from orcaserve.engine.sampling import SamplingParams
+from orcaserve.kernels import cpu
 from orcaserve.workers import kv_shard
 from orcaserve.workers.config import WorkerConfig
-from orcaserve.workers.errors import NotEnoughMemory
+from orcaserve.workers.errors import BackendUnusable, NotEnoughMemory, PeerLost
+from orcaserve.workers.grammar import GrammarLimits
 from orcaserve.workers.models.config import read_config
 from orcaserve.workers.models.registry import shards_of
 from orcaserve.workers.worker import Worker, num_token_ids
@@ -46,6 +50,10 @@ def plan(step_id: int, *, new=(), blocks=None, chunks=(), decodes=(), freed=(), 
     ids = [block for ids in (blocks or {}).values() for block in ids]
     columns = [np.array(values, np.int32).tobytes() for values in (owners, ids, list(decodes))]
     return StepPlan(step_id, list(freed), list(new), columns[0], columns[1], list(copies), list(chunks), columns[2])
+
+
+def one_token(prompt: list[int]) -> StepPlan:
+    return plan(9, new=[new_slot(0, prompt)], blocks={0: [0]}, chunks=[Chunk(0, 0, len(prompt), True)])
 
 
 def sampled(result) -> list[int]:
@@ -194,6 +202,54 @@ def test_ids_that_the_tokenizer_does_not_know_are_padding(tmp_path):
         tokenizer = {"model": {"vocab": vocab}, "added_tokens": [{"id": 9, "content": "<s>"}]}
         (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
         assert num_token_ids(tmp_path, 16) == 10
+
+
+def test_an_attention_backend_that_cannot_run_is_refused_before_the_weights_are_read(tiny, tmp_path):
+    (tmp_path / "config.json").write_bytes((tiny("llama")[0] / "config.json").read_bytes())
+    with pytest.raises(
+        BackendUnusable, match="^paged_attention: backend 'xformers' cannot run on device 'cpu': [^\n]*$"
+    ):
+        Worker(config(tmp_path, attention_backend="xformers"), 0, "").load()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_once_it_is_warm_a_rank_waits_no_longer_than_a_step_may_take(tiny, size):
+    """Rank 1 is called no more."""
+    group = make_group(tiny("llama")[0], size, step_timeout_s=0.5)
+    group.call("warm_up")
+    plan = one_token(PROMPT[:3])
+    if size == 1:
+        group.step(plan)
+        return
+    group.links[0].send(("step", (plan,)))
+    assert group.links[0].poll(20)
+    succeeded, error = group.links[0].recv()
+    assert not succeeded
+    assert isinstance(error, PeerLost)
+
+
+def test_the_limits_of_grammars_reach_the_compiler(tiny, tmp_path):
+    for file in tiny("llama")[0].iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    tokenizer = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    limits = {"grammar_compile_timeout_s": 3.0, "max_grammar_bytes": 5, "grammar_cache_bytes": 7}
+    worker = Worker(config(tmp_path, **limits), 0, "")
+    worker.load()
+    worker.allocate(8)
+    assert worker.sampler.grammars.compiler.limits == GrammarLimits(3.0, 5, max_cached_bytes=7)
+    worker.close()
+
+
+def test_kernels_are_compiled_into_the_folder_that_is_named(tiny, tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from orcaserve.workers.config import WorkerConfig;"
+        "from orcaserve.workers.worker import Worker;"
+        "Worker(WorkerConfig(model_dir=sys.argv[1], max_model_len=64, max_num_seqs=2, max_num_batched_tokens=8,"
+        "cache_dir=sys.argv[2]), 0, '').load()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tiny("llama")[0]), str(tmp_path / "cache")], check=True)
+    assert len(list((tmp_path / "cache").glob("cpu-*.so"))) == cpu.available()
 
 
 def test_padding_of_the_vocabulary_is_never_sampled(tiny, tmp_path):
