@@ -146,13 +146,15 @@ class Request:
     def take(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
         """Append sampled ids up to the end of the request: (those kept, why it ended, the token that stopped it).
 
-        A stop counts before the length: a run of accepted ids is cut at its first stop token.
+        A stop counts before the length: a run of accepted ids is cut at its first stop token. Before `min_tokens`
+        workers sample none, except where the grammar leaves nothing else: then it is the end.
         """
+        fewest = self.sampling.min_tokens
         kept: list[int] = []
         for token in sampled:
             self.token_ids.append(token)
             kept.append(token)
-            if token in self.stops and self.num_output_tokens >= self.sampling.min_tokens:
+            if token in self.stops and (self.num_output_tokens >= fewest or self.sampling.grammar is not None):
                 return tuple(kept), "stop", token
             if len(self.token_ids) >= self.max_len:
                 return tuple(kept), "length", None

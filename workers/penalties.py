@@ -1,6 +1,7 @@
 """What requests do to their own logits before sampling: penalties, biases, forbidden words and allowed tokens.
 
-The order is: penalties on the tokens seen so far, then `logit_bias`, then what is not allowed at all becomes -inf.
+The order is: penalties on the tokens seen so far, then `logit_bias`, then what is not allowed at all becomes -inf, and
+last, after grammars, the end where it would come too early.
 Rows that ask for nothing are not touched and cost nothing.
 """
 
@@ -94,11 +95,27 @@ class LogitEdits:
         for row, slot in zip(rows.tolist(), slots.tolist(), strict=True):
             if (allowed := self.allowed[slot]) is not None:
                 self._keep_only(logits[row], allowed)
-        early = np.flatnonzero(lengths < self.min_length[slots])
-        self._forbid(logits, rows[early], [self.end_ids[slot] for slot in slots[early]])
         speaking = self.has_words[slots]
         if speaking.any():
             self._forbid_words(logits, rows[speaking], slots[speaking], lengths[speaking])
+
+    def delay_end(self, logits: Tensor, slots: np.ndarray, lengths: np.ndarray, has_grammar: np.ndarray) -> None:
+        """Forbid the end to those that have not their min_tokens yet; after `apply`, and after grammars.
+
+        A row whose grammar leaves nothing but the end may end: what it has is all that there can be.
+        """
+        rows = np.flatnonzero(self.active[slots] & (lengths < self.min_length[slots]))
+        if has_grammar[rows].any():
+            rows = rows[~has_grammar[rows] | self._can_go_on(logits, rows, slots)]
+        ends = [self.end_ids[slot] for slot in slots[rows]]
+        self._add(logits, rows, ends, [np.full(len(ids), -np.inf, np.float32) for ids in ends])
+
+    def _can_go_on(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """Whether a row has a token to choose that is no end, of each of these rows."""
+        possible = logits[on(self.device, rows)].isfinite()
+        for place, slot in enumerate(slots[rows].tolist()):
+            possible[place, on(self.device, self.end_ids[slot])] = False
+        return possible.any(1).cpu().numpy()
 
     def _bias(self, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
         """logit_bias and the forbidden words of one token as one list of additions; each id once."""
@@ -153,9 +170,6 @@ class LogitEdits:
         if counts.any():
             at = (on(self.device, np.repeat(rows, counts)), on(self.device, np.concatenate(ids)))
             logits[at] += on(self.device, np.concatenate(values))
-
-    def _forbid(self, logits: Tensor, rows: np.ndarray, ids: list[np.ndarray]) -> None:
-        self._add(logits, rows, ids, [np.full(len(each), -np.inf, np.float32) for each in ids])
 
     def _forbid_words(self, logits: Tensor, rows: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
         """All words of all rows side by side: does the text of a word's row end with what begins the word?"""

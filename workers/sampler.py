@@ -157,6 +157,7 @@ class Sampler:
         raw = self._raw(logits, slots, wanted)
         self.edits.apply(logits, slots, lengths)
         failed, late = self._apply_grammars(logits, slots, lengths)
+        self.edits.delay_end(logits, slots, lengths, self.has_grammar[slots])
         chosen = self._draw(logits, slots, lengths)
         ids = chosen.cpu().numpy().astype(np.int32)
         possible = logits.gather(1, chosen[:, None])[:, 0].isfinite().cpu().numpy()

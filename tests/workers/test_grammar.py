@@ -22,7 +22,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from orcaserve.engine.config import SchedulerConfig
-from orcaserve.engine.messages import GenerateRequest, NewSlot, StepPlan, TokenDelta
+from orcaserve.engine.messages import GenerateRequest, NewSlot, StepPlan, StepResult, TokenDelta
 from orcaserve.engine.sampling import Grammar, SamplingParams
 from orcaserve.engine.scheduler import Scheduler
 from orcaserve.workers.config import WorkerConfig
@@ -271,6 +271,42 @@ class TestItsOwnRow:
             num_steps += 1
         assert bench.output(1) == whole
         assert num_steps < len(whole) / 2
+
+
+class TestMinTokens:
+    def test_the_end_waits_as_long_as_the_grammar_has_something_to_say(self, bench: Bench) -> None:
+        for slot in range(4):
+            bench.take(slot, Grammar("regex", "[a-z]*"), min_tokens=12)
+        bench.take(4, None, min_tokens=12)
+        texts = bench.finish(0, 1, 2, 3)
+        assert all(len(bench.output(slot)) > 12 for slot in range(4))
+        assert all(re.fullmatch("[a-z]*", text) for text in texts)
+
+    def test_a_grammar_that_is_at_its_end_ends(self, bench: Bench) -> None:
+        stop = bench.tokenizer.token_to_id("!")
+        bench.take(0, Grammar("choice", '["yes"]'), min_tokens=30, logprobs=0)
+        bench.take(1, Grammar("choice", '["no!"]'), min_tokens=30, stop_token_ids=(stop,))
+        bench.take(2, None, min_tokens=30)
+        for _ in range(8):
+            assert bench.step(0, 1, 2).failed == {}
+        assert bench.text(0) == "yes"
+        assert bench.text(1) == "no!"
+        assert EOS not in bench.output(2)
+
+    def test_the_engine_takes_it_for_the_end(self) -> None:
+        sampling = SamplingParams(20, 1, min_tokens=10, grammar=Grammar("choice", '["yes"]'))
+        config = SchedulerConfig(max_model_len=64, eos_token_ids=(EOS,))
+        scheduler = Scheduler(config)
+        scheduler.add_group(0, 16)
+        scheduler.add(GenerateRequest("r", (5, 6, 7), sampling), 0.0)
+        found = []
+        for token in (8, 9, EOS):
+            plan = scheduler.schedule(0, 0.0)
+            assert plan is not None
+            result = StepResult(plan.step_id, np.array([token], np.int32).tobytes())
+            found += [d for deltas in scheduler.apply(0, result, 0.0).values() for d in deltas]
+        assert found[-1].finish_reason == "stop"
+        assert not scheduler.has_work(0)
 
 
 class TestFailures:

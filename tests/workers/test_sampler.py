@@ -47,8 +47,9 @@ class Bench:
 
     def edited(self, logits: Tensor, *slots: int) -> Tensor:
         rows = np.array(slots, np.int32)
-        changed = logits.clone()
-        self.sampler.edits.apply(changed, rows, self.slots.num_tokens[rows])
+        changed, lengths = logits.clone(), self.slots.num_tokens[rows]
+        self.sampler.edits.apply(changed, rows, lengths)
+        self.sampler.edits.delay_end(changed, rows, lengths, self.sampler.has_grammar[rows])
         return changed
 
     def sample(self, logits: Tensor, *slots: int) -> list[int]:

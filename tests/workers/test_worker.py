@@ -207,7 +207,7 @@ def test_ids_that_the_tokenizer_does_not_know_are_padding(tmp_path):
 def test_an_attention_backend_that_cannot_run_is_refused_before_the_weights_are_read(tiny, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny("llama")[0] / "config.json").read_bytes())
     with pytest.raises(
-        BackendUnusable, match="^paged_attention: backend 'xformers' cannot run on device 'cpu': [^\n]*$"
+        BackendUnusable, match=r"^paged_attention: backend 'xformers' cannot run on device 'cpu': [^\n]*$"
     ):
         Worker(config(tmp_path, attention_backend="xformers"), 0, "").load()
 
