@@ -59,7 +59,7 @@ class Admission:
         self._groups = groups
         self._config = config
         self._homes = homes
-        self._window = 0
+        self._window = self._window_before = 0
         # Of one look through the queue:
         self._asking: Group
         self._now_s = 0.0
@@ -72,6 +72,11 @@ class Admission:
         self._now_s = now_s
         self._promised = {}
         self._by_load = None
+        self._window_before = self._window
+
+    def forget(self) -> None:
+        """The look that was begun last is going to be taken again."""
+        self._window = self._window_before
 
     def place(self, request: Request, num_drafted: int) -> Placement:
         """`num_drafted`: tokens that the asking group's plan has already."""
@@ -126,7 +131,7 @@ class Admission:
     def _loads(self, homes: Collection[int]) -> list[tuple[int, int]]:
         """(work ahead, group), least first: of all groups, or in a large fleet of a window and of the homes."""
         if self._by_load is None:
-            self._by_load = sorted((g.owed_tokens, g.group_id) for g in self._sample() if g is not self._asking)
+            self._by_load = sorted([(g.owed_tokens, g.group_id) for g in self._sample() if g is not self._asking])
         if len(self._groups) <= WINDOW or not homes:
             return self._by_load
         known = {group_id for _, group_id in self._by_load}

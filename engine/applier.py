@@ -7,7 +7,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from orcaserve.engine.draft import StepRecord
+from orcaserve.engine.decode_batch import NO_DECODES, DecodeStep
+from orcaserve.engine.draft import ChunkRow, StepRecord
 from orcaserve.engine.ledger import Ledger
 from orcaserve.engine.messages import StepResult, TokenDelta
 from orcaserve.engine.outbox import Outbox
@@ -38,9 +39,14 @@ class Applier:
         ids: list[int] = np.frombuffer(result.token_ids, np.int32).tolist()
         self._publish(record)
         if self._is_plain(record, result, ids):
-            self._append_plain(record.decodes.rows, ids)
+            at = len(ids) - len(record.decodes.rows)
+            if record.chunks:
+                self._append_rows(record.chunks, NO_DECODES, result, ids[:at])
+            for request in record.ends:
+                self._append_last(request, record.decodes.rows, result, ids[at:])
+            self._append_plain(record.decodes.rows, ids[at:])
         else:
-            self._append_rows(record, result, ids)
+            self._append_rows(record.chunks, record.decodes, result, ids)
         self._counters.num_steps += 1
         self._counters.num_drafted += result.num_drafted
         self._counters.num_accepted += result.num_accepted
@@ -59,35 +65,37 @@ class Applier:
                 request.group.kv.publish(request, request.num_tokens)
 
     def _is_plain(self, record: StepRecord, result: StepResult, ids: list[int]) -> bool:
-        """Only decodes, one token each, and nobody ends."""
+        """The decodes have one token each, with nothing beside it, and none that stops anybody."""
         return not (
             self._lookahead
-            or record.chunks
-            or record.ends
             or result.num_tokens
             or result.logprobs
             or result.failed
             or not record.decodes.stop_ids.isdisjoint(ids)
         )
 
+    def _append_last(self, request: Request, rows: list[Request], result: StepResult, ids: list[int]) -> None:
+        if request.state is not State.FINISHED:
+            self._append(Row(request, request.slot, [ids[rows.index(request)]]), result)
+
     def _append_plain(self, rows: list[Request], ids: list[int]) -> None:
-        assert len(rows) == len(ids), f"{len(rows)} rows, {len(ids)} tokens"
+        """Rows of finished requests are passed over."""
         finished = State.FINISHED
-        num_surplus = 0
+        num_finished = 0
         stream, deltas = -1, []
         for request, token in zip(rows, ids, strict=True):
             if request.state is finished:
-                num_surplus += 1
+                num_finished += 1
                 continue
             request.token_ids.append(token)
             if request.stream != stream:
                 stream = request.stream
                 deltas = self._outbox.stream(stream)
             deltas.append(TokenDelta(request.request_id, request.choice_index, (token,)))
-        self._counters.generation_tokens += len(rows) - num_surplus
+        self._counters.generation_tokens += len(rows) - num_finished
 
-    def _append_rows(self, record: StepRecord, result: StepResult, ids: list[int]) -> None:
-        for request, chunk in record.chunks:
+    def _append_rows(self, chunks: list[ChunkRow], decodes: DecodeStep, result: StepResult, ids: list[int]) -> None:
+        for request, chunk in chunks:
             if request.state is State.FINISHED:
                 continue
             if chunk.slot in result.failed:
@@ -95,7 +103,7 @@ class Applier:
             elif request.state is State.RUNNING and (logprobs := result.prompt_logprobs.get(chunk.slot)):
                 first = chunk.start + 1 if chunk.start else 0  # a token that is computed again is not told twice
                 request.prompt_logprobs[first:] = logprobs
-        for row in self._rows(record, result, ids):
+        for row in self._rows(chunks, decodes, result, ids):
             if row.request.state is State.FINISHED:
                 continue
             if row.slot in result.failed:
@@ -120,12 +128,12 @@ class Applier:
             request.group.start_decoding(request)
 
     @staticmethod
-    def _rows(record: StepRecord, result: StepResult, ids: list[int]) -> list[Row]:
+    def _rows(chunks: list[ChunkRow], decodes: DecodeStep, result: StepResult, ids: list[int]) -> list[Row]:
         """The result's rows: the chunks that sample, in order, then the decodes in order."""
-        requests = [request for request, chunk in record.chunks if chunk.samples]
-        slots = [chunk.slot for _, chunk in record.chunks if chunk.samples]
-        requests += record.decodes.rows
-        slots += np.frombuffer(record.decodes.slots, np.int32).tolist()
+        requests = [request for request, chunk in chunks if chunk.samples]
+        slots = [chunk.slot for _, chunk in chunks if chunk.samples]
+        requests += decodes.rows
+        slots += np.frombuffer(decodes.slots, np.int32).tolist()
         counts = np.frombuffer(result.num_tokens, np.int32).tolist() if result.num_tokens else [1] * len(requests)
         assert len(counts) == len(requests), f"{len(requests)} rows, {len(counts)} in the result"
         assert sum(counts) == len(ids), f"rows have {sum(counts)} tokens, {len(ids)} came"

@@ -92,6 +92,19 @@ class DecodeBatch:
         """Rows whose position at this tick opens a new block."""
         return self._buckets[self.tick % self._block_size]
 
+    @property
+    def steady_rows(self) -> list[Request] | None:
+        """The rows of the last step if they are still the same ones."""
+        return self._frozen[0] if self._frozen is not None and self._rows else None
+
+    def quiet_steps(self, num_free: int) -> int:
+        """For how many steps no row ends and `num_free` blocks will do."""
+        return min(min(self._ends) - self.tick, num_free // len(self._rows) * self._block_size)
+
+    def filling_at(self, tick: int) -> list[Request]:
+        """Rows that fill a block in the step of that tick."""
+        return list(self._buckets[(tick + 1) % self._block_size])
+
     def step(self) -> DecodeStep:
         """Run all rows once; those that end by length leave. Blocks have been handed out before."""
         if not self._rows:
@@ -99,7 +112,7 @@ class DecodeBatch:
         if self._frozen is None:
             self._frozen = (self._rows.copy(), self._slots[: len(self._rows)].tobytes(), frozenset(self._num_stops))
         rows, slots, stop_ids = self._frozen
-        filling = list(self._buckets[(self.tick + 1) % self._block_size])
+        filling = self.filling_at(self.tick)
         ending = list(self._ends.get(self.tick, ()))
         for request in ending:
             self.leave(request)

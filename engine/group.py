@@ -33,6 +33,7 @@ class Group:
             lambda key: homes.add(key, group_id),
         )
         self.decodes = DecodeBatch(self.num_slots, config.block_size)
+        self._rows = self.decodes.rows  # the list itself: dispatch counts the rows of every group for every request
         self.running: dict[Request, None] = {}  # those with a slot
         self.prefills: list[Request] = []  # running, and some of the prompt is not planned yet
         self.forks: list[Request] = []  # siblings that take a slot with the next plan
@@ -66,7 +67,7 @@ class Group:
     @property
     def owed_tokens(self) -> int:
         """Work ahead of a newcomer: steps in flight, prompts to finish, and a token for each decode."""
-        owed = self.tokens_in_flight + len(self.decodes)
+        owed = self.tokens_in_flight + len(self._rows)
         for request in self.prefills:
             owed += request.num_tokens - request.num_computed
         return owed
@@ -139,10 +140,13 @@ class Group:
         record = self.in_flight.popleft()
         self.tokens_in_flight -= record.num_tokens
         assert record.step_id == step_id, f"result of step {step_id} before that of step {record.step_id}"
-        took = now_s - max(record.planned_s, self._progress_s)
+        self.time_step(record.planned_s, now_s)
+        return record
+
+    def time_step(self, planned_s: float, now_s: float) -> None:
+        took = now_s - max(planned_s, self._progress_s)
         self.step_s += 0.2 * (took - self.step_s) if self.step_s else took
         self._progress_s = now_s
-        return record
 
     def check_invariants(self) -> None:
         self.kv.pool.check_invariants()

@@ -26,14 +26,14 @@ class Planner:
         self._counters = counters
         self._speculates = config.num_speculative_tokens > 0
         # A rejected draft changes where a row goes on, so a step is planned only once the one before it is known.
-        self._max_in_flight = 1 if self._speculates else config.max_steps_in_flight
+        self.max_in_flight = 1 if self._speculates else config.max_steps_in_flight
         self._chunk_cap = config.long_prefill_token_threshold or config.max_num_batched_tokens
         if not config.enable_chunked_prefill:
             self._chunk_cap = config.max_num_batched_tokens
         self._next_step_id = 0
 
     def plan(self, group: Group, now_s: float) -> StepPlan | None:
-        if len(group.in_flight) >= self._max_in_flight:
+        if len(group.in_flight) >= self.max_in_flight:
             return None
         draft = PlanDraft(self._config.max_num_batched_tokens)
         if not self._whole_prompt_first(group, draft, now_s) and not self._continue_decodes(group, draft):
@@ -48,9 +48,14 @@ class Planner:
             return None
         return self._launch(group, draft, now_s)
 
+    def take_step_ids(self, count: int) -> int:
+        """The first of so many new ones."""
+        first = self._next_step_id
+        self._next_step_id += count
+        return first
+
     def _launch(self, group: Group, draft: PlanDraft, now_s: float) -> StepPlan:
-        step_id = self._next_step_id
-        self._next_step_id += 1
+        step_id = self.take_step_ids(1)
         record = draft.record(step_id, now_s)
         for request in draft.decodes.ending:
             group.mark_ending(request)
@@ -228,6 +233,31 @@ class Planner:
                     break
         for request in left:
             self._queue.put_back(request)
+
+    def leaves_all(self, group: Group, now_s: float) -> bool:
+        """Whether a group whose steps are all alike would start nothing that waits, planning when its step has ended.
+
+        If so the look counts like that of a plan; if not, it is as if it had not been taken.
+        """
+        if group.draining or not group.has_free_slot or self._config.max_num_batched_tokens <= len(group.decodes):
+            return True
+        looked: list[tuple[Request, int]] = []
+        starts = False
+        self._admission.begin(group, now_s)
+        while (request := self._queue.pop(now_s)) is not None:
+            looked.append((request, request.num_passes))
+            # The plan's own decodes are drafted and the step's have landed by then: together nothing is added.
+            verdict, _ = self._admission.place(request, 0)
+            starts = verdict in (Verdict.START, Verdict.NEVER)
+            if verdict is not Verdict.PASS or len(looked) == MAX_LOOKAHEAD:
+                break
+        for request, num_passes in looked:
+            if starts:
+                request.num_passes = num_passes
+            self._queue.put_back(request)
+        if starts:
+            self._admission.forget()
+        return not starts
 
     def _fits_budget(self, request: Request, num_matched: int, draft: PlanDraft) -> bool:
         """Without chunked prefill a prompt is computed in one piece."""

@@ -6,11 +6,14 @@ It forms a new batch at every step (iteration-level scheduling, Yu et al., Orca,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from orcaserve.engine.admission import Admission
 from orcaserve.engine.applier import Applier
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.desk import Desk
 from orcaserve.engine.group import Group
+from orcaserve.engine.leap import Leaper
 from orcaserve.engine.messages import StepPlan, StepResult
 from orcaserve.engine.outbox import Deltas
 from orcaserve.engine.planner import Planner
@@ -29,6 +32,7 @@ class Scheduler(Desk):
         super().__init__(config, make_queue(config), self._groups)
         admission = Admission(config, self._groups, self._homes)
         self._planner = Planner(config, self._queue, admission, self._ledger, self._counters)
+        self._leaper = Leaper(config, self._queue, self._planner, self._outbox, self._meter, self._counters)
         self._applier = Applier(self._ledger, self._outbox, self._counters, config.num_speculative_tokens > 0)
 
     # Groups
@@ -102,7 +106,40 @@ class Scheduler(Desk):
             return False
         return group.busy or (len(self._queue) > 0 and not group.draining)
 
+    # Steps that are alike, many at a time, on a virtual clock
+
+    def quiet_steps(self, group_id: int) -> int:
+        """How many steps of this group, from here on, are alike unless it starts something new: see `Leaper`."""
+        return self._leaper.quiet_steps(self._groups[group_id])
+
+    def spare_blocks(self, group_id: int) -> int:
+        """What such a group may fill, less `waiting_blocks`, while it lags behind and dispatch looks at it."""
+        return self._leaper.spare_blocks(self._groups[group_id])
+
+    @property
+    def waiting_blocks(self) -> int:
+        return self._leaper.waiting_blocks
+
+    def leaves_all(self, group_id: int, now_s: float) -> bool:
+        """Whether such a group would start nothing that waits, if its step ended now and it planned."""
+        return self._planner.leaves_all(self._groups[group_id], now_s)
+
+    def advance(self, group_id: int, ends_s: Sequence[float], token_id: int) -> tuple[list[int], Deltas]:
+        """As an `apply` at each of these times, with this token in every row, and a `schedule` after it.
+
+        At most `quiet_steps` of them. Returns the ids of the steps in flight, and the deltas, a row's tokens in one.
+        """
+        return self._leaper.advance(self._groups[group_id], ends_s, token_id), self._outbox.take()
+
     # Figures
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._counters.num_preemptions
 
     def stats(self) -> SchedulerStats:
         groups = [

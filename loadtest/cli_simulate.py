@@ -141,6 +141,75 @@ def plan(
 
 
 @simulate_app.command()
+def fleet(
+    model: ModelName = "llama-3-70b",
+    gpu: Gpu = "h100",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 4,
+    groups: Annotated[int, typer.Option(min=1)] = 1000,
+    rate: Annotated[float, typer.Option(help="Requests a second of the whole fleet.")] = 4000.0,
+    num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 1_000_000,
+    lengths: Annotated[str, typer.Option()] = "sharegpt",
+    max_num_seqs: Annotated[int, typer.Option(min=1)] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 2048,
+    slo: Annotated[str, typer.Option(help="Limits such as ttft=500ms,itl=50ms.")] = "ttft=500ms,itl=50ms",
+    processes: Annotated[int, typer.Option(min=1, help="Cores to simulate on.")] = 1,
+    seed: Annotated[int, typer.Option()] = 0,
+) -> None:
+    """One large fleet under one load: latencies, SLO, and what it took to simulate them."""
+    import resource
+    import time
+
+    import numpy as np
+
+    from orcaserve.loadtest.arrivals import poisson
+    from orcaserve.loadtest.fleet import Fleet, fit_lengths, run_fleet
+    from orcaserve.loadtest.metrics import Slo
+    from orcaserve.loadtest.model_shape import load_shape
+    from orcaserve.loadtest.outcome import figures
+    from orcaserve.loadtest.output import console, print_json, refusals
+    from orcaserve.loadtest.step_time import find_device
+    from orcaserve.loadtest.workload import parse_lengths
+
+    with refusals():
+        rng = np.random.default_rng(seed)
+        whole = Fleet(
+            shape=load_shape(model),
+            device=find_device(gpu),
+            tensor_parallel_size=tensor_parallel_size,
+            num_groups=groups,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        prompt, output = fit_lengths(*parse_lengths(lengths)(num_requests, rng), whole.max_model_len)
+        if whole.num_kv_blocks * whole.block_size < int((prompt + output).max()):
+            raise ValueError(
+                f"tensor_parallel_size {tensor_parallel_size}: {whole.num_kv_blocks * whole.block_size} KV tokens fit "
+                f"beside the weights of {model} on {gpu}, {int((prompt + output).max())} are needed"
+            )
+        limits = Slo.parse(slo)
+        times = poisson(num_requests, rate, rng).times_s
+        began = time.perf_counter()
+        outcome = run_fleet(
+            whole,
+            times,
+            prompt,
+            output,
+            processes,
+            lambda done, of: console.print(f"cell {done} of {of}: {time.perf_counter() - began:,.0f} s"),
+        )
+        took_s = time.perf_counter() - began
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print_json(
+        {
+            "figures": figures(outcome, groups, limits),
+            "wall_s": took_s,
+            "cpu_s": sum(used.ru_utime + used.ru_stime for used in usage),
+            "most_memory_mb": max(used.ru_maxrss for used in usage) / 1024,
+        }
+    )
+
+
+@simulate_app.command()
 def day(
     model: ModelName = "llama-3-70b",
     gpu: Gpu = "h100",

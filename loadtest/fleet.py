@@ -7,7 +7,7 @@ balancer would send them; inside a cell the scheduler's own dispatch decides.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
@@ -16,9 +16,10 @@ import numpy as np
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.scheduler import Scheduler
 from orcaserve.loadtest.arrivals import OpenLoop, Times
+from orcaserve.loadtest.leaping import LeapingSimulation
 from orcaserve.loadtest.model_shape import ModelShape
 from orcaserve.loadtest.outcome import Outcome, merge
-from orcaserve.loadtest.simulate import Simulation, VirtualWorkers
+from orcaserve.loadtest.simulate import VirtualWorkers
 from orcaserve.loadtest.step_time import Device, StepTime
 from orcaserve.loadtest.workload import Lengths, LoadRequest
 
@@ -85,22 +86,28 @@ def run_fleet(
     prompt_tokens: Lengths,
     output_tokens: Lengths,
     processes: int = 1,
+    on_cell: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Outcome:
-    """Serve all requests; several processes share the cells."""
+    """Serve all requests; several processes share the cells. `on_cell(done, of)` hears of each cell that is through."""
     cells = fleet.cells()
     shares = [
         _Share(fleet, size, times_s[i :: len(cells)], prompt_tokens[i :: len(cells)], output_tokens[i :: len(cells)])
         for i, size in enumerate(cells)
     ]
-    return merge(_run_all(shares, processes))
+    outcomes = []
+    for outcome in _run_all(shares, processes):
+        outcomes.append(outcome)
+        on_cell(len(outcomes), len(shares))
+    return merge(outcomes)
 
 
-def _run_all(shares: Sequence[_Share], processes: int) -> list[Outcome]:
+def _run_all(shares: Sequence[_Share], processes: int) -> Iterator[Outcome]:
     if processes <= 1 or len(shares) == 1:
-        return [_run_cell(share) for share in shares]
+        yield from map(_run_cell, shares)
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(processes, len(shares)), mp_context=context) as pool:
-        return list(pool.map(_run_cell, shares))
+        yield from pool.map(_run_cell, shares)
 
 
 def _run_cell(share: _Share) -> Outcome:
@@ -113,7 +120,7 @@ def _run_cell(share: _Share) -> Outcome:
         )
     ]
     executors = {group: VirtualWorkers(step_time, fleet.max_num_seqs) for group in range(share.num_groups)}
-    return Simulation(fleet.scheduler(share.num_groups), executors, requests, OpenLoop(share.times_s)).run()
+    return LeapingSimulation(fleet.scheduler(share.num_groups), executors, requests, OpenLoop(share.times_s)).run()
 
 
 def fit_lengths(prompt: Lengths, output: Lengths, max_model_len: int) -> tuple[Lengths, Lengths]:

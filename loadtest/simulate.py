@@ -41,7 +41,8 @@ class Executor(Protocol):
 
 
 Sample = Callable[[int], bytes]  # rows -> int32 ids
-_FILLER = np.ones(65536, np.int32).tobytes()
+FILLER_ID = 1
+_FILLER = np.full(65536, FILLER_ID, np.int32).tobytes()
 
 
 def filler_ids(rows: int) -> bytes:
@@ -83,6 +84,11 @@ class PlanMeter:
             kv += self._steady_kv
         return StepWork(0.0, prefill, decodes, 0, rows + decodes, kv, pairs)
 
+    def skip(self, num_steps: int) -> None:
+        """So many more steps with the decodes of the last one were measured by somebody else."""
+        self._lag += num_steps
+        self._steady_kv += num_steps * (len(self._steady_slots) // 4)
+
     def _settle(self) -> None:
         if self._lag:
             self._context[np.frombuffer(self._steady_slots, np.int32)] += self._lag
@@ -102,10 +108,24 @@ class VirtualWorkers:
         work.seconds = self._step_time.seconds(work.tokens, work.rows, work.kv_tokens, work.prefill_pairs)
         return StepResult(plan.step_id, self._sample(work.rows)), work
 
+    def decode_seconds(self, last: StepWork, num_steps: int) -> list[float]:
+        """Of the steps after `last`, with the same decodes."""
+        return self._step_time.decode_seconds(last.rows, last.kv_tokens + last.rows, num_steps)
+
+    def skip(self, num_steps: int) -> None:
+        """These were not carried out one by one."""
+        self._meter.skip(num_steps)
+
 
 # Logarithmic bins of step durations, 10 us to 1,000 s, 2% apart: enough for any percentile of the gaps.
 _BINS = np.geomspace(1e-5, 1e3, 931)
 _LOG_LOW, _LOG_STEP = math.log(1e-5), math.log(1e8) / 930
+
+
+def bin_of(seconds: float) -> int:
+    """Its place among the gaps."""
+    place = int((math.log(seconds) - _LOG_LOW) / _LOG_STEP) + 1 if seconds > 1e-5 else 0
+    return min(place, len(_BINS))
 
 
 class Simulation:
@@ -148,11 +168,11 @@ class Simulation:
         if self._loop is None and len(self._times) < len(requests):
             raise ValueError(f"{len(requests)} requests but only {len(self._times)} arrival times")
         self._next = 0  # open loop: next request; closed loop: next one that a user takes
-        self._ends: list[tuple[float, int, int]] = []  # (time, sequence, group) heap of running steps
+        self._ends: list[tuple[float, int, int]] = []  # (time, group, stamp) heap of running steps
         self._running: dict[int, tuple[float, StepPlan, StepResult, StepWork]] = {}
         self._planned: dict[int, deque[StepPlan]] = {group: deque() for group in executors}
         self._idle = dict.fromkeys(executors)
-        self._sequence = 0
+        self._stamp = 0
         self._zeros = (1,) * max((r.prompt_tokens for r in requests), default=1)
         n = len(requests)
         self._arrival, self._first, self._end = [math.nan] * n, [math.nan] * n, [math.nan] * n
@@ -206,8 +226,8 @@ class Simulation:
                 assert self._tick is not None
                 self._tick(now)
             elif self._ends and self._ends[0][0] <= arrival:
-                now, _, group = heapq.heappop(self._ends)
-                self._finish_step(group, now)
+                now, group, stamp = heapq.heappop(self._ends)
+                self._event(group, now, stamp)
             elif arrival < math.inf:
                 now = arrival
                 self._arrive(now)
@@ -260,11 +280,18 @@ class Simulation:
         self._idle.pop(group, None)
         result, work = self._executors[group].step(plan)
         self._running[group] = (now, plan, result, work)
-        self._sequence += 1
-        heapq.heappush(self._ends, (now + work.seconds, self._sequence, group))
         while len(planned) < self._steps_ahead and (ahead := self._scheduler.schedule(group, now)) is not None:
             planned.append(ahead)
+        self._await(group, now + work.seconds)
         return True
+
+    def _await(self, group: int, end: float) -> None:
+        """The step that the group has just started ends then."""
+        heapq.heappush(self._ends, (end, group, self._stamp))
+
+    def _event(self, group: int, now: float, stamp: int) -> None:
+        """What the heap had is due."""
+        self._finish_step(group, now)
 
     def _finish_step(self, group: int, now: float) -> None:
         started = self._host_clock() if self._host_clock is not None else 0.0
@@ -325,8 +352,7 @@ class Simulation:
         self._computed += work.tokens
         self._padding += work.padding_tokens
         self._rows += work.rows
-        place = int((math.log(work.seconds) - _LOG_LOW) / _LOG_STEP) + 1 if work.seconds > 1e-5 else 0
-        self._gaps[min(place, len(_BINS))] += work.decode_tokens
+        self._gaps[bin_of(work.seconds)] += work.decode_tokens
         if self._steps is not None:
             self._steps.add(now, work)
 

@@ -138,6 +138,13 @@ class StepTime:
         attention = self._kv_s * kv_tokens + self._pair_s * prefill_pairs
         return self._fixed_s + linear + head + attention + (self._reduce_s + self._token_s) * tokens
 
+    def decode_seconds(self, rows: int, kv_tokens: int, num_steps: int) -> list[float]:
+        """`seconds` of each of some steps in which the same rows decode: the contexts grow, nothing else changes."""
+        linear = max(self._weights_s + self._activation_s * rows, self._linear_s * rows)
+        base = self._fixed_s + linear + max(self._head_weights_s, self._head_linear_s * rows)
+        kv_s, last = self._kv_s, (self._reduce_s + self._token_s) * rows
+        return [base + kv_s * kv + last for kv in range(kv_tokens, kv_tokens + num_steps * rows, rows)]
+
     def parts_ms(self, work: StepWork) -> dict[str, float]:
         """Where the time goes, for a table."""
         tokens = work.tokens
