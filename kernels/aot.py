@@ -163,7 +163,7 @@ def _attention(
 
 def _norm(hidden: int, dtype: torch.dtype, with_residual: bool) -> None:
     x = _meta(64, hidden, dtype=dtype)
-    norms.rms_norm(x, _meta(hidden, dtype=dtype), 1e-5, x if with_residual else None)
+    norms.rms_norm(x, _meta(hidden, dtype=torch.float32), 1e-5, x if with_residual else None)
 
 
 def _gate(operation: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype) -> None:

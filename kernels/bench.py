@@ -265,7 +265,7 @@ def bench_rows(_ceiling: Ceiling, repeats: int) -> dict[str, Any]:
     """The operations on rows of numbers at 64 tokens, a hundred times, against their torch references."""
     rows, times = 64, 100
     x, residual = torch.randn(2, rows, HIDDEN).to(DTYPE)
-    weight = torch.randn(HIDDEN).to(DTYPE)
+    weight = torch.randn(HIDDEN)
     gate, up = torch.randn(rows, 2 * INTERMEDIATE).to(DTYPE).chunk(2, 1)
     _, pool, batch = attention_case([1] * rows, [64] * rows)
     qkv = torch.randn(rows, QKV_WIDTH // HEAD_DIM, HEAD_DIM).to(DTYPE)
@@ -326,7 +326,7 @@ def _layers() -> tuple[list[DecoderLayer], PackedWeight]:
     def weight(inner: int, out: int) -> PackedWeight:
         return pack((torch.randn(out, inner) * inner**-0.5).to(DTYPE))
 
-    table, norm = cos_sin_table(HEAD_DIM, 512, {"rope_theta": 1e5}, 512), torch.ones(HIDDEN, dtype=DTYPE)
+    table, norm = cos_sin_table(HEAD_DIM, 512, {"rope_theta": 1e5}, 512), torch.ones(HIDDEN)
     layers = []
     for _ in range(NUM_LAYERS):
         qkv, output, gate_up, down = (weight(inner, out) for inner, out in LINEAR_SHAPES)

@@ -222,11 +222,11 @@ def attention_tiles(device: str) -> Iterator[Case]:
 
 def norms(device: str, num_tokens: int = 8192, hidden: int = 4096) -> Iterator[Case]:
     x, residual = torch.randn(2, num_tokens, hidden, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(hidden, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(hidden, device=device)
     plain, added = (x, weight, 1e-5), (x, weight, 1e-5, residual)
     size = f"{num_tokens} x {hidden}"
     yield Case("rms_norm", size, partial(rms_norm, *plain), partial(rms_norm_reference, *plain), 4 * x.numel(),
-               peers={"torch": partial(functional.rms_norm, x, (hidden,), weight, 1e-5)})  # fmt: skip
+               peers={"torch": partial(functional.rms_norm, x, (hidden,), weight.bfloat16(), 1e-5)})  # fmt: skip
     yield Case("rms_norm", f"{size} with residual", partial(rms_norm, *added), partial(rms_norm_reference, *added),
                8 * x.numel())  # fmt: skip
 

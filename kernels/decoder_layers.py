@@ -26,7 +26,7 @@ class DecoderLayer:
     """Weights of one layer, or of one rank's share of it: attention and a gated MLP, with a norm before each.
 
     Where there is a norm after attention or MLP as well, it is applied before the addition to the residual. Norm
-    weights are [hidden], those of the heads [head_dim].
+    weights are float32 [hidden], those of the heads [head_dim].
     """
 
     input_norm: Tensor
@@ -207,6 +207,10 @@ class _Batch(ctypes.Structure):
 def _layer(layer: DecoderLayer, kv_cache: Tensor) -> _Layer:
     if not kv_cache.is_contiguous():
         raise ValueError(f"kv_cache strides {kv_cache.stride()} of {tuple(kv_cache.shape)}: it must be contiguous")
+
+    for norm in ("input_norm", "q_norm", "k_norm", "after_attention_norm", "mlp_norm", "after_mlp_norm"):
+        if (weight := getattr(layer, norm)) is not None and weight.dtype != torch.float32:
+            raise ValueError(f"{norm} is {weight.dtype}, not {torch.float32}")
 
     def at(x: Tensor | None) -> int | None:
         assert x is None or x.is_contiguous()

@@ -17,8 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: None) -> Tensor: .
 @overload
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor) -> tuple[Tensor, Tensor]: ...
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-    """x / rms(x) * weight over the last dimension: x [num_tokens, hidden], weight [hidden] -> the shape and dtype of x.
+    """x / rms(x) * weight over the last dimension: x [num_tokens, hidden] -> its shape and dtype.
 
+    weight [hidden] is float32 whatever x is: weights like 1 + w, of which a checkpoint stores w, lose most in 16 bits.
     With a residual [num_tokens, hidden] the sum x + residual, rounded to its dtype, is what is normalised, and the
     result is (normed, sum). Computed in float32, rounded once.
     """
@@ -31,7 +32,7 @@ def rms_norm_reference(
     total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
     wide = total.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    normed = (wide * scale * weight.float()).to(x.dtype)
+    normed = (wide * scale * weight).to(x.dtype)
     return normed if residual is None else (normed, total)
 
 

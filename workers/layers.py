@@ -143,8 +143,7 @@ class RMSNorm(Layer):
         yield replicated(f"{self.name}.weight", self.weight, "weight")
 
     def finish(self) -> None:
-        weight = taken(self, "weight")
-        self.weight = weight if self.offset == 0.0 else weight + self.offset
+        self.weight = taken(self, "weight").float() + self.offset
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)

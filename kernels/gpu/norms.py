@@ -25,7 +25,7 @@ def rms_norm_kernel(
         tl.store(total_out + row * HIDDEN + column, value, mask=real)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / HIDDEN + eps)
-    gain = tl.load(weight + column, mask=real, other=0.0).to(tl.float32)
+    gain = tl.load(weight + column, mask=real, other=0.0)
     tl.store(out + row * HIDDEN + column, (wide * scale * gain).to(out.dtype.element_ty), mask=real)
 
 

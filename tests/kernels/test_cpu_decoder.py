@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -33,16 +35,19 @@ def layers_of(
         return (random(generator, *size, dtype=torch.float32) * size[-1] ** -0.5).to(dtype)
 
     def norm(size: int) -> torch.Tensor:
-        return random(generator, size, dtype=dtype)
+        return random(generator, size, dtype=torch.float32)
+
+    def bias(size: int) -> torch.Tensor:
+        return norm(size).to(dtype)
 
     def layer() -> DecoderLayer:
         optional = {}
         if has_all:
             optional = {
-                "qkv_bias": norm((heads + 2 * kv_heads) * head_dim),
-                "output_bias": norm(HIDDEN),
-                "gate_up_bias": norm(2 * INTERMEDIATE),
-                "down_bias": norm(HIDDEN),
+                "qkv_bias": bias((heads + 2 * kv_heads) * head_dim),
+                "output_bias": bias(HIDDEN),
+                "gate_up_bias": bias(2 * INTERMEDIATE),
+                "down_bias": bias(HIDDEN),
                 "q_norm": norm(head_dim),
                 "k_norm": norm(head_dim),
                 "after_attention_norm": norm(HIDDEN),
@@ -95,6 +100,9 @@ def test_refuses_what_it_cannot_run() -> None:
     assert not can_run(half)
     with pytest.raises(ValueError, match="not torch"):
         NativeDecoder(half, shape, pools)
-    decoder = NativeDecoder(layers_of(generator, 1, shape, torch.float32, has_all=False), shape, pools)
+    layers = layers_of(generator, 1, shape, torch.float32, has_all=False)
+    with pytest.raises(ValueError, match=r"mlp_norm is torch\.bfloat16"):
+        NativeDecoder([replace(layers[0], mlp_norm=layers[0].mlp_norm.bfloat16())], shape, pools)
+    decoder = NativeDecoder(layers, shape, pools)
     with pytest.raises(ValueError, match=r"x is \(1, 71\)"):
         decoder(torch.zeros(1, 71), batch)

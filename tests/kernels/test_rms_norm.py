@@ -22,7 +22,7 @@ def test_matches_reference(
     generator = torch.Generator().manual_seed(num_tokens + hidden)
     wide = random(generator, 3, num_tokens, 2 * hidden, dtype=dtype)
     x, residual = wide[0, :, hidden:], wide[1, :, :hidden] if with_residual else None  # rows of wider tensors
-    weight = random(generator, hidden, dtype=dtype)
+    weight = random(generator, hidden, dtype=torch.float32)
     out = interpreted("norms").rms_norm(x, weight, 1e-5, residual)
     expected = rms_norm_reference(x, weight, 1e-5, residual)
     torch.testing.assert_close(out, expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])

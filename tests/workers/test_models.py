@@ -10,6 +10,7 @@ from tiny_models import FAMILIES, assert_greedy, reference_logits
 
 from orcaserve.engine.messages import Chunk, NewSlot, StepPlan
 from orcaserve.engine.sampling import SamplingParams
+from orcaserve.workers.layers import RMSNorm
 
 RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(2, 199, length).tolist() for length in (1, 7, 40, 90)]
@@ -87,6 +88,16 @@ def test_rope_scaling(tiny, rope):
 
 def test_tied_heads(tiny):
     assert_equals_transformers(*tiny("llama", tie_word_embeddings=True), 2)
+
+
+def test_the_distance_from_one_of_a_norm_is_not_rounded_away():
+    """Gemma stores it in bfloat16, which knows nothing between 1 and 1.0078."""
+    norm = RMSNorm("norm", 4, 0.0, torch.bfloat16, offset=1.0)
+    norm.weight.copy_(torch.tensor([0.0, 2.0**-9, -(2.0**-10), 0.5]))
+    norm.finish()
+    assert norm.weight.tolist() == [1.0, 1 + 2.0**-9, 1 - 2.0**-10, 1.5]
+    x = torch.tensor([[64.0, -64.0, 64.0, 64.0]], dtype=torch.bfloat16)
+    assert norm.forward(x).tolist() == (torch.tensor([[1.0, -1.0, 1.0, 1.0]]) * norm.weight).bfloat16().tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

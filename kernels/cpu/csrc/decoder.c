@@ -10,7 +10,7 @@
 
 // Weights of one layer. A null pointer: the layer has no such norm or bias.
 struct decoder_layer {
-    const void *input_norm, *q_norm, *k_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;
+    const float *input_norm, *q_norm, *k_norm, *after_attention_norm, *mlp_norm, *after_mlp_norm;
     const void *qkv, *qkv_bias, *output, *output_bias, *gate_up, *gate_up_bias, *down, *down_bias;  // packed
     const float *cos_sin;
     void *k_cache, *v_cache;
@@ -54,7 +54,7 @@ static int reduce(const struct decoder *d, void *x, int64_t rows) {
     return d->group ? orca_shm_all_reduce(d->group, x, rows * d->hidden, d->dtype) : 0;
 }
 
-static void norm_in_place(const struct decoder *d, const void *weight, void *x, int64_t rows) {
+static void norm_in_place(const struct decoder *d, const float *weight, void *x, int64_t rows) {
     if (weight) orca_rms_norm(d->dtype, x, d->hidden, NULL, 0, weight, x, NULL, rows, d->hidden, d->eps);
 }
 

@@ -4,7 +4,7 @@
 #include <stdint.h>
 
 void orca_rms_norm(int dtype, const void *x, int64_t x_stride, const void *residual, int64_t residual_stride,
-                   const void *weight, void *out, void *sum, int64_t rows, int64_t hidden, float eps);
+                   const float *weight, void *out, void *sum, int64_t rows, int64_t hidden, float eps);
 void orca_gate_mul(int dtype, int gelu, const void *gate, int64_t gate_stride, const void *up, int64_t up_stride,
                    void *out, int64_t rows, int64_t width);
 void orca_rope_kv_write(int dtype, const void *q, int64_t q_stride, const void *k, int64_t k_stride, const void *v,

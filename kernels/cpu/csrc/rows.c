@@ -19,7 +19,8 @@ static int64_t grain_for(int64_t count, int64_t bytes) {
 }
 
 struct norm {
-    const void *x, *residual, *weight;
+    const void *x, *residual;
+    const float *weight;
     void *out, *sum;
     int64_t x_stride, residual_stride, hidden;
     float eps;
@@ -78,7 +79,7 @@ static void run_rows(int64_t rows, int64_t bytes_per_row, job_fn job, const void
 
 // Strides are in elements. `residual` and `sum` are null without a residual.
 void orca_rms_norm(int dtype, const void *x, int64_t x_stride, const void *residual, int64_t residual_stride,
-                   const void *weight, void *out, void *sum, int64_t rows, int64_t hidden, float eps) {
+                   const float *weight, void *out, void *sum, int64_t rows, int64_t hidden, float eps) {
     struct norm context = {x, residual, weight, out, sum, x_stride, residual_stride, hidden, eps};
     run_rows(rows, hidden * element_bytes[dtype] * (residual ? 4 : 2), norm_jobs[dtype], &context);
 }

@@ -4,7 +4,7 @@
 static void NAME(norm)(const void *context, int64_t begin, int64_t end) {
     const struct norm *c = context;
     const int64_t hidden = c->hidden;
-    const T *weight = c->weight;
+    const float *weight = c->weight;
     for (int64_t row = begin; row < end; row++) {
         const T *x = (const T *)c->x + row * c->x_stride;
         T *out = (T *)c->out + row * hidden;
@@ -30,8 +30,8 @@ static void NAME(norm)(const void *context, int64_t begin, int64_t end) {
         float total = vec_sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
         for (; i < hidden; i++) total += GET(x + i) * GET(x + i);
         float scale = 1.0f / sqrtf(total / (float)hidden + c->eps);
-        for (i = 0; i + LANES <= hidden; i += LANES) STORE(out + i, LOAD(x + i) * vec_set(scale) * LOAD(weight + i));
-        for (; i < hidden; i++) PUT(out + i, GET(x + i) * scale * GET(weight + i));
+        for (i = 0; i + LANES <= hidden; i += LANES) STORE(out + i, LOAD(x + i) * vec_set(scale) * load_f32(weight + i));
+        for (; i < hidden; i++) PUT(out + i, GET(x + i) * scale * weight[i]);
     }
 }
 
