@@ -28,7 +28,8 @@ class StatusTable:
     def _headline(self, status: ClusterStatusResponse) -> Text:
         stats = status.scheduler
         word = "draining" if status.draining else "ready" if status.ready else "not ready"
-        parts = [f"{stats['running']} running", f"{stats['waiting']} waiting", f"{status.num_routers} routers"]
+        routers = f"{status.num_routers} router{'' if status.num_routers == 1 else 's'}"
+        parts = [f"{stats['running']} running", f"{stats['waiting']} waiting", routers]
         parts.append(f"up {status.uptime_s:.0f} s")
         now_s, generated = self._clock(), stats["generation_tokens"]
         if self._last is not None and now_s > self._last[0]:

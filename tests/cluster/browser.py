@@ -17,6 +17,7 @@ import pytest
 
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    "--hide-scrollbars",  # a screenshot would be cut off by the width of one
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
 

@@ -14,6 +14,7 @@ from tests.cluster.browser import Browser
 from tests.cluster.live import LiveServer, users
 
 IS_READY = "document.getElementById('ready').textContent === 'ready'"
+WATCH_FETCH = "sent = []; (send => { fetch = (url, how) => (sent.push(JSON.parse(how.body)), send(url, how)) })(fetch)"
 ENTER, TAB = 13, 9
 
 
@@ -30,6 +31,9 @@ def test_the_page(
             browser.until("+document.getElementById('running').textContent === 64")
             browser.until("+document.getElementById('waiting').textContent > 0")
             browser.until("+document.getElementById('generated').textContent > 0")
+        else:
+            assert browser.run("document.querySelector('.budgeted').textContent") == "No step yet"
+        browser.run(WATCH_FETCH)
         for _ in range(10):  # slots and events can have the focus too
             browser.press("Tab", TAB)
             if browser.run("document.activeElement.id") == "say":
@@ -38,6 +42,7 @@ def test_the_page(
         browser.press("Enter", ENTER)
         browser.until("document.getElementById('talk').lastChild?.textContent === 'Berlin it is.'", 60)
         browser.until("document.querySelector('canvas.slots').getAttribute('aria-label').startsWith('Last step')")
+        assert browser.run("sent.map(body => body.temperature)") == [0]
         assert painted(browser) > 0
         browser.until("document.getElementById('ttft_p99').textContent !== '–'")
         assert "group ready" in browser.run("document.getElementById('events').textContent")

@@ -47,7 +47,7 @@ def test_status(orcaserve: Callable[..., tuple[int, str, str]], guarded: LiveSer
     where = ("--url", guarded.url, "--api-key", KEY)
     code, table, _ = orcaserve("status", *where)
     assert code == 0
-    assert table.startswith("ready  0 running, 0 waiting")
+    assert table.startswith("ready  0 running, 0 waiting, 1 router, up ")
     assert "0/64" in table
     code, line, _ = orcaserve("status", "--json", *where)
     assert (code, json.loads(line)["scheduler"]["waiting"]) == (0, 0)
