@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import random
@@ -11,6 +12,7 @@ import socket
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from orcaserve.cluster.haproxy import write_wrapper
 
@@ -81,6 +83,25 @@ class LocalRay:
         wrapper = self.folder / "haproxy"
         write_wrapper(wrapper, (self._metrics_port, self._stats_port))
         return wrapper
+
+
+def shield_ray_from_signals() -> None:
+    """Ray's processes get a process group of their own; to be called before Ray is started.
+
+    A signal to our whole group (`timeout` and some supervisors send one) is ours to act on: a raylet that got it too
+    would end every stream while we let them finish. Ray has no option for it.
+    """
+    from ray._private import services
+
+    start: Any = functools.partial(services.ConsolePopen, process_group=0)
+    setattr(services, "ConsolePopen", start)  # noqa: B010, to a type checker it is a class
+
+
+def ray_lives() -> bool:
+    """False once a process of the Ray that this process has started is gone, whoever ended it."""
+    from ray._private import worker
+
+    return worker._global_node is not None and worker._global_node.remaining_processes_alive()
 
 
 def keep_replica_on_loopback() -> None:

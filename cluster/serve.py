@@ -11,10 +11,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from orcaserve.cluster.config import ServeConfig
-from orcaserve.cluster.local import LocalRay, port_is_free
+from orcaserve.cluster.local import LocalRay, port_is_free, ray_lives, shield_ray_from_signals
 from orcaserve.cluster.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class _Service:
         if self._local is None:
             ray.init(address=config.ray_address, namespace="orcaserve", log_to_driver=False)
         else:
+            shield_ray_from_signals()
             ray.init(
                 address="local",  # not one that RAY_ADDRESS or `ray start` have left here
                 num_cpus=max(os.cpu_count() or 1, config.groups * config.tensor_parallel_size + 1),
@@ -163,7 +164,7 @@ class _Service:
 
         drain_s = self._config.drain_timeout_s
         try:
-            if not ray.get(scheduler.stop.remote(drain_s), timeout=drain_s + 2):
+            if not self._answer(scheduler.stop.remote(drain_s), drain_s + 2):
                 self._say(f"some requests had not finished after {drain_s:g} s and were ended with an error")
                 time.sleep(0.3)  # so that the routers can tell their clients
             if self._local is None:
@@ -173,6 +174,18 @@ class _Service:
             ray.kill(scheduler)
         except (RayError, GetTimeoutError) as error:
             self._say(f"the scheduler did not answer: {type(error).__name__}")
+        except ConnectionError as error:
+            self._say(str(error))
+
+    def _answer(self, call: Any, within_s: float) -> Any:
+        """As ray.get, but it does not wait for a Ray that is gone: that is a ConnectionError."""
+        import ray
+
+        until_s = time.monotonic() + within_s
+        while not ray.wait([call], timeout=_POLL_S)[0] and time.monotonic() < until_s:
+            if self._local is not None and not ray_lives():
+                raise ConnectionError("Ray was ended before us, and the running requests with it")
+        return ray.get(call, timeout=0)
 
 
 def _interrupt_on_signals() -> None:

@@ -364,7 +364,10 @@ def test_case_40_no_answer_holds_anothers_words(driver: Driver, num_documents: i
 
 
 def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Serving, driver: Driver) -> None:
-    """What can finish in the grace time does, the rest is told so; nothing new gets in; no process, no file is left."""
+    """What can finish in the grace time does, the rest is told so; nothing new gets in; no process, no file is left.
+
+    Signalled is the whole process group, as `timeout` does it: Ray's processes would end at once.
+    """
     processes = serving.processes()
     folders = {Path(word).parent for command in processes.values() for word in command.split() if "/orca-" in word}
     endless = {"model": CHAT["model"], "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -372,7 +375,7 @@ def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Ser
     cut_off = driver.start(asyncio.to_thread(read_all, serving, endless))
     wait_until(lambda: driver.status().scheduler.running == 2, 5)
 
-    serving.process.send_signal(signal.SIGTERM)
+    os.killpg(serving.process.pid, signal.SIGTERM)
     wait_until(lambda: serving.get("/ready")[0] == 503, 2)
     status, headers, _ = read_all(serving, {**endless, "stream": False, "max_tokens": 1})
     assert (status, "retry-after" in headers) == (503, True)
