@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 
+import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.group import Group, GroupFailed, find_workers, stop_strangers
@@ -43,7 +47,10 @@ class Fleet:
             for group_id, incarnations in survivors.items()
             if any(len(workers) == self._config.tensor_parallel_size for workers in incarnations.values())
         }
-        for group_id in sorted({*range(self._config.groups), *whole}):
+        size = await asyncio.to_thread(_remembered_size)
+        num_groups = max(self._config.groups, len(whole)) if size is None else size
+        free = (group_id for group_id in range(len(whole) + num_groups) if group_id not in whole)
+        for group_id in [*sorted(whole), *free][:num_groups]:
             self._add(group_id, survivors.pop(group_id, {}))
         for group_id, remains in survivors.items():
             await asyncio.to_thread(stop_strangers, self._config.name, group_id, remains)
@@ -52,8 +59,12 @@ class Fleet:
     def num_wanted(self) -> int:
         return sum(group.state != "draining" for group in self.groups.values())
 
-    def resize(self, num_groups: int) -> None:
+    async def resize(self, num_groups: int) -> None:
         """Start new groups, or drain some: first those that are not ready yet."""
+        try:
+            await asyncio.to_thread(_remember_size, num_groups)
+        except RayError as error:
+            logger.warning("a scheduler after this one would not have %d groups: %s", num_groups, error)
         staying = [group for group in self.groups.values() if group.state != "draining"]
         for group_id in range(len(self.groups) + num_groups):
             if len(staying) >= num_groups:
@@ -81,6 +92,8 @@ class Fleet:
         for task in [*self._keepers.values(), *self._retirements]:
             task.cancel()
         await asyncio.gather(*(group.stop() for group in self.groups.values()))
+        with contextlib.suppress(RayError):
+            await asyncio.to_thread(_forget_size)
 
     def _add(self, group_id: int, survivors: Survivors) -> Group:
         group = self.groups[group_id] = Group(group_id, self._config, self._model, self._device)
@@ -182,6 +195,25 @@ class Fleet:
         group.error = reason
         self._service.close_group(group.group_id)
         await group.stop()
+
+
+def _size_key() -> str:
+    """The actor's id: another application's scheduler, or this one's after it was ended, begins with --groups."""
+    return f"{ray.get_runtime_context().get_actor_id()}-groups"
+
+
+def _remember_size(num_groups: int) -> None:
+    """Where a scheduler finds it that Ray starts again: in Ray's own store, which outlives every actor."""
+    internal_kv._internal_kv_put(_size_key(), str(num_groups), overwrite=True)
+
+
+def _remembered_size() -> int | None:
+    size: bytes | None = internal_kv._internal_kv_get(_size_key())
+    return None if size is None else int(size)
+
+
+def _forget_size() -> None:
+    internal_kv._internal_kv_del(_size_key())
 
 
 def _report_bug(task: asyncio.Task[None]) -> None:

@@ -100,6 +100,7 @@ class Group:
                 await self.attach(endpoint)
         except (RayError, TimeoutError) as error:
             raise GroupFailed(f"could not adopt: {_reason(error)}") from error
+        self.phase = ""
         self.num_starts = max(self.num_starts, 1)
 
     async def attach(self, endpoint: Endpoint) -> None:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _SCALING_PERIOD_S = 1.0
 _ANSWER_TIMEOUT_S = 60.0
 _DESERTED_POLL_S = 1.0
+_NODE_RESOURCE = "scheduler"
 _ROUTER_OPTIONS = {*AppConfig.model_fields, "served_model_name", "host", "port", "routers", "ray_address"} - {
     "tenants_file"
 }
@@ -69,7 +70,7 @@ class SchedulerActor:
     async def resize(self, num_groups: int) -> None:
         """Have this many groups; those that are too many finish what they run first."""
         await self._begun
-        self._fleet.resize(num_groups)
+        await self._fleet.resize(num_groups)
 
     async def leave_node(self, node_id: str, drain_s: float) -> int:
         """A node goes: its groups are replaced elsewhere, its routers get ready for the end. May be said again.
@@ -102,7 +103,7 @@ class SchedulerActor:
                 logger.info("scaling from %d to %d groups: %s", fleet.num_wanted, wanted, autoscaler.reason)
                 change = f"from {fleet.num_wanted} to {wanted} groups: {autoscaler.reason}"
                 self._service.observer.note("scaling", change)
-                fleet.resize(wanted)
+                await fleet.resize(wanted)
 
     async def _end_when_deserted(self) -> None:
         """Once the application is deleted nobody else ends this actor and its groups, which outlive their makers."""
@@ -197,6 +198,8 @@ def ensure_scheduler(config: ServeConfig, model: ModelInfo, device: Device) -> A
 
 
 def _create_scheduler(name: str, config: ServeConfig, model: ModelInfo, device: Device) -> ActorHandle:
+    """Where nodes are set aside for it by a resource of that name, it sits on one of them."""
+    place = {_NODE_RESOURCE: 0.001} if _NODE_RESOURCE in ray.cluster_resources() else {}
     actor: Any = ray.remote(SchedulerActor)
     return actor.options(
         name=name,
@@ -207,6 +210,7 @@ def _create_scheduler(name: str, config: ServeConfig, model: ModelInfo, device: 
         max_task_retries=-1,
         max_concurrency=1000,
         num_cpus=0,
+        resources=place,
     ).remote(config, model, device)
 
 

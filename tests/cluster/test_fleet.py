@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, placement_group_table
 
 from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.drain import drain_node
 from orcaserve.cluster.model_info import read_model_info
 from orcaserve.cluster.router import Router, find_model
 from orcaserve.cluster.scheduler_actor import OtherOptions, connect, ensure_scheduler
@@ -37,7 +38,8 @@ class Site:
     """The cluster, its scheduler, and a stream to it on a loop of its own."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": 80 * 2**20})
+        head = {"num_cpus": 4, "resources": {"scheduler": 1}, "object_store_memory": 80 * 2**20}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.nodes = [self.cluster.add_node(**GPU_NODE) for _ in range(2)]
         self.cluster.wait_for_nodes()
         ray.init(address=self.cluster.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
@@ -89,6 +91,12 @@ class Site:
             assert delta.finish_reason in (None, "length"), delta
             ids.extend(delta.token_ids)
         return ids
+
+    def start_all(self, prompts: list[tuple[int, ...]], lengths: Sequence[int]) -> list[Future[list[int]]]:
+        return [self.start(self.generate(*case)) for case in zip(prompts, lengths, strict=True)]
+
+    def undisturbed(self, prompts: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[int]]:
+        return [future.result(60) for future in self.start_all(prompts, lengths)]
 
     def close(self) -> None:
         self.run(self.stream.close())
@@ -144,6 +152,12 @@ def test_case_27_an_update_in_place_with_another_model_is_refused(site: Site) ->
     assert ensure_scheduler(site.config.model_copy(update={"max_choices": 8}), model, "cpu") == site.scheduler
 
 
+def test_the_scheduler_sits_where_nodes_are_set_aside_for_it(site: Site) -> None:
+    [raylet] = site.cluster.head_node.all_processes["raylet"]
+    parent = Path(f"/proc/{site.status().scheduler_pid}/stat").read_text().rpartition(")")[2].split()[1]
+    assert int(parent) == raylet.process.pid
+
+
 def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
     groups = site.status().groups
     assert [len(set(group.node_ids)) for group in groups] == [1, 1]
@@ -154,10 +168,10 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
 
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
-    expected = [site.run(site.generate(prompt, 60)) for prompt in prompts]
+    expected = site.undisturbed(prompts, [60] * 6)
     at_first = site.status()
     before = at_first.scheduler.generation_tokens
-    running = [site.start(site.generate(prompt, 60)) for prompt in prompts]
+    running = site.start_all(prompts, [60] * 6)
     until(lambda: site.status().scheduler.generation_tokens > before + 60, 30)
     lost = site.status().groups[0].node_ids[0]
     [node] = [node for node in site.nodes if node.node_id == lost]
@@ -170,14 +184,13 @@ def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     site.nodes = [other for other in site.nodes if other is not node] + [site.cluster.add_node(**GPU_NODE)]
     until(lambda: site.states() == ["ready", "ready"], 90)
     assert placements() == 2
-    now = site.status()  # a scheduler that sat on that node too is a new one and counts anew
-    same_scheduler = now.scheduler_pid == at_first.scheduler_pid
-    assert now.num_group_losses == (at_first.num_group_losses + 1 if same_scheduler else 0)
+    assert site.status().num_group_losses == at_first.num_group_losses + 1
 
 
 def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> None:
-    expected = [site.run(site.generate((i + 5, 46), 30)) for i in range(4)]
-    running = [site.start(site.generate((i + 5, 46), 30)) for i in range(4)]
+    prompts = [(i + 5, 46) for i in range(4)]
+    expected = site.undisturbed(prompts, [30] * 4)
+    running = site.start_all(prompts, [30] * 4)
     until(lambda: site.status().scheduler.running == 4, 10)
     losses, victims = site.status().num_group_losses, site.status().groups[1].pids
     os.kill(victims[1], signal.SIGKILL)
@@ -191,8 +204,9 @@ def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> No
 
 def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Site) -> None:
     losses = site.status().num_group_losses
-    expected = [site.run(site.generate((i + 3, 44), 40)) for i in range(6)]
-    running = [site.start(site.generate((i + 3, 44), 40)) for i in range(6)]
+    prompts = [(i + 3, 44) for i in range(6)]
+    expected = site.undisturbed(prompts, [40] * 6)
+    running = site.start_all(prompts, [40] * 6)
     until(lambda: site.status().scheduler.running == 6, 10)
     ray.get(site.scheduler.resize.remote(1))
     assert "draining" in site.states()
@@ -206,7 +220,7 @@ def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
     ray.get(site.scheduler.resize.remote(0))
     until(lambda: site.states() == [], 30)
     assert not site.status().ready
-    running = [site.start(site.generate((i + 3, 45), 5)) for i in range(6)]
+    running = site.start_all([(i + 3, 45) for i in range(6)], [5] * 6)
     until(lambda: site.status().scheduler.waiting == 6, 10)
     ray.get(site.scheduler.resize.remote(1))
     assert [len(future.result(90)) for future in running] == [5] * 6
@@ -217,10 +231,52 @@ def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_pla
     placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
     until(lambda: placements() == 2, 10)
     [kept] = site.status().groups
+    before = site.status().scheduler_pid
+    os.kill(before, signal.SIGKILL)
+    until(lambda: site.states() == ["ready"], 60)  # as many as there were, not the two that it began with
+    now = site.status()
+    assert now.scheduler_pid != before
+    assert (now.groups[0].pids, now.groups[0].phase) == (kept.pids, "")
+    until(lambda: placements() == 1, 10)
+
+
+def test_a_new_scheduler_keeps_the_number_of_groups_that_it_was_told(site: Site) -> None:
+    """Even where fewer are left alive than that, or more: one was being drained."""
+    before = site.status()
+    assert [group.state for group in before.groups] == ["ready"]
+    ray.get(site.scheduler.resize.remote(2))
+    os.kill(before.scheduler_pid, signal.SIGKILL)
+    until(lambda: site.states() == ["ready", "ready"], 60)
+    assert before.groups[0].pids in [group.pids for group in site.status().groups]
+
+    running = site.start_all([(i + 3, 49) for i in range(2)], [120] * 2)
+    until(lambda: site.status().scheduler.running == 2, 10)
+    ray.get(site.scheduler.resize.remote(1))
+    assert sorted(site.states()) == ["draining", "ready"]
     os.kill(site.status().scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready", "ready"], 60)  # as many as the application begins with
-    assert kept.pids in [group.pids for group in site.status().groups]
-    until(lambda: placements() == 2, 10)
+    until(lambda: site.states() == ["ready"], 60)
+    until(lambda: placements() == 1, 10)
+    assert [len(future.result(90)) for future in running] == [120] * 2
+
+
+def test_a_node_that_is_drained_lets_streams_finish_and_moves_the_rest(site: Site) -> None:
+    prompts = [(i + 9, 1300 + i) for i in range(8)]
+    lengths = [10, 150] * 4
+    expected = site.undisturbed(prompts, lengths)
+    running = site.start_all(prompts, lengths)
+    until(lambda: site.status().scheduler.running == 8, 10)
+    at_first = site.status()
+    [leaving] = {node for group in at_first.groups for node in group.node_ids}
+    drained = site.start(asyncio.to_thread(drain_node, leaving, "site", 4.0, print))
+    until(lambda: sorted(site.states()) == ["draining", "starting"], 5)  # its place is taken elsewhere
+    assert drained.result(10) == 0  # nothing was there any more when the time was up
+    assert not any(leaving in group.node_ids for group in site.status().groups)
+    assert [future.done() for future in running] == [True, False] * 4
+    assert [future.result(60) for future in running] == expected
+    now = site.status()
+    assert [group.state for group in now.groups] == ["ready"]
+    assert now.scheduler.num_migrations == at_first.scheduler.num_migrations + 4
+    assert now.num_group_losses == at_first.num_group_losses  # a drain is no loss
 
 
 @pytest.mark.nightly  # 20 s; the policy has tests of its own
