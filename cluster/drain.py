@@ -11,6 +11,7 @@ from orcaserve.cluster.group import NAMESPACE
 from orcaserve.cluster.scheduler_actor import scheduler_actor_name
 
 _POLL_S = 0.5
+_HAND_OVER_S = 2.0  # what a group still runs then moves, and its processes end, before the time is up
 _LAST_BYTES_S = 1.0  # what the engine has ended is still on its way to the client
 
 
@@ -19,43 +20,49 @@ class DrainFailed(Exception):
 
 
 def drain_this_node(ray_address: str, application: str, timeout_s: float, say: Callable[[str], None]) -> int:
-    """Ray places nothing new here, Serve moves its routers, groups move elsewhere and streams end.
-
-    Returns how many groups and streams were left when the time was up. Raises DrainFailed.
-    """
+    """`drain_node` with a Ray that runs here. Raises DrainFailed."""
     import ray
-    from ray.exceptions import RayError
 
-    deadline_s = time.monotonic() + timeout_s
     try:
         ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise DrainFailed(f"no Ray at {ray_address}: {error}") from None
     try:
-        node_id = ray.get_runtime_context().get_node_id()
-        say(f"draining node {node_id[:8]}")
-        if refusal := _keep_new_work_away(node_id, timeout_s):
-            say(f"Ray still places work here: {refusal}")
-        left: Any = 0
-        while True:
-            try:
-                scheduler: Any = ray.get_actor(scheduler_actor_name(application), NAMESPACE)
-                remaining_s = max(0.0, deadline_s - time.monotonic())
-                left = ray.get(scheduler.leave_node.remote(node_id, remaining_s), timeout=10)
-            except ValueError:
-                say(f"no application {application!r} is served here")
-                return 0
-            except RayError as error:  # a new one is under way; it must be told again
-                say(f"the scheduler does not answer: {type(error).__name__}")
-            else:
-                if not left:
-                    time.sleep(min(_LAST_BYTES_S, max(0.0, deadline_s - time.monotonic())))
-                    return 0
-            if time.monotonic() > deadline_s:
-                return left
-            time.sleep(_POLL_S)
+        return drain_node(ray.get_runtime_context().get_node_id(), application, timeout_s, say)
     finally:
         ray.shutdown()
+
+
+def drain_node(node_id: str, application: str, timeout_s: float, say: Callable[[str], None]) -> int:
+    """Ray places nothing new there, Serve moves its routers, groups move elsewhere and streams end.
+
+    Returns how many groups and streams were left when the time was up.
+    """
+    import ray
+    from ray.exceptions import RayError
+
+    deadline_s = time.monotonic() + timeout_s
+    say(f"draining node {node_id[:8]}")
+    if refusal := _keep_new_work_away(node_id, timeout_s):
+        say(f"Ray still places work there: {refusal}")
+    left: Any = 0
+    while True:
+        try:
+            scheduler: Any = ray.get_actor(scheduler_actor_name(application), NAMESPACE)
+            to_finish_s = max(0.0, deadline_s - _HAND_OVER_S - time.monotonic())
+            left = ray.get(scheduler.leave_node.remote(node_id, to_finish_s), timeout=10)
+        except ValueError:
+            say(f"no application {application!r} is served here")
+            return 0
+        except RayError as error:  # a new one is under way; it must be told again
+            say(f"the scheduler does not answer: {type(error).__name__}")
+        else:
+            if not left:
+                time.sleep(min(_LAST_BYTES_S, max(0.0, deadline_s - time.monotonic())))
+                return 0
+        if time.monotonic() > deadline_s:
+            return left
+        time.sleep(_POLL_S)
 
 
 def _keep_new_work_away(node_id: str, timeout_s: float) -> str:
