@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _SCALING_PERIOD_S = 1.0
 _ANSWER_TIMEOUT_S = 60.0
 _DESERTED_POLL_S = 1.0
-_NODE_RESOURCE = "scheduler"
+NODE_RESOURCE = "scheduler"
 _ROUTER_OPTIONS = {*AppConfig.model_fields, "served_model_name", "host", "port", "routers", "ray_address"} - {
     "tenants_file"
 }
@@ -199,7 +199,7 @@ def ensure_scheduler(config: ServeConfig, model: ModelInfo, device: Device) -> A
 
 def _create_scheduler(name: str, config: ServeConfig, model: ModelInfo, device: Device) -> ActorHandle:
     """Where nodes are set aside for it by a resource of that name, it sits on one of them."""
-    place = {_NODE_RESOURCE: 0.001} if _NODE_RESOURCE in ray.cluster_resources() else {}
+    place = {NODE_RESOURCE: 0.001} if NODE_RESOURCE in ray.cluster_resources() else {}
     actor: Any = ray.remote(SchedulerActor)
     return actor.options(
         name=name,

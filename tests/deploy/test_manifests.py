@@ -1,6 +1,7 @@
 """The manifests render, and every object obeys the schema of the API that it is for."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.scheduler_actor import NODE_RESOURCE
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -82,6 +84,15 @@ def test_serve_config_obeys_ray_and_ours(objects: list[dict]) -> None:
     ServeConfig.model_validate(application.args)
 
 
+def test_the_scheduler_sits_with_the_routers(objects: list[dict]) -> None:
+    """Not on the head, which may restart under running groups, nor on a node that comes and goes with a group."""
+    cluster = ray_service(objects)["spec"]["rayClusterConfig"]
+    of_groups = {group["groupName"]: group["rayStartParams"] for group in cluster["workerGroupSpecs"]}
+    declared = {name: json.loads(json.loads(params.get("resources", '"{}"'))) for name, params in of_groups.items()}
+    assert [name for name, resources in declared.items() if NODE_RESOURCE in resources] == ["routers"]
+    assert "resources" not in cluster["headGroupSpec"]["rayStartParams"]
+
+
 def test_case_27_traffic_waits_for_a_generated_token(objects: list[dict]) -> None:
     (container,) = pods(objects)["routers"]["spec"]["containers"]
     assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": 8000}
@@ -125,8 +136,10 @@ def test_alerts_obey_prometheus() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_alerts_point_into_the_runbook() -> None:
+def test_alerts_point_into_the_runbook_and_it_names_alerts_that_exist() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    named = set(re.findall(r"Orcaserve[A-Z]\w+", (DEPLOY / "RUNBOOK.md").read_text()))
+    assert named <= {rule["alert"] for rule in rules}
     headings = [
         line.lstrip("# ").strip().lower().replace(" ", "-")
         for line in (DEPLOY / "RUNBOOK.md").read_text().splitlines()
