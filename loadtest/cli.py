@@ -285,7 +285,7 @@ def stack(
     streams: Annotated[str, typer.Option(help="Numbers of HTTP streams.")] = "1,16,64,256",
     routers: Annotated[str, typer.Option()] = "1,2",
     groups: Annotated[str, typer.Option()] = "1,4",
-    tokens: Annotated[int, typer.Option(min=2, help="Of each stream.")] = 64,
+    tokens: Annotated[int, typer.Option(min=2, help="Of each stream.")] = 256,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
     step_ms: Annotated[float, typer.Option(help="Time of a step; 0: as fast as it goes.")] = 0.0,
     peers: Annotated[bool, typer.Option(help="Compare with a plain Ray Serve app and a bare uvicorn app.")] = True,

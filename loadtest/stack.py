@@ -13,6 +13,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -30,6 +31,8 @@ from orcaserve.loadtest.serving import cpu_s, processes_under
 Kind = Literal["orcaserve", "ray-generator", "uvicorn"]
 START_TIMEOUT_S = 120.0
 PROMPT_TOKENS = 16
+# Of each stream: an answer of middling length. With 64 it is half about opening so many connections at once.
+OUTPUT_TOKENS = 256
 
 
 class StackCase(msgspec.Struct, frozen=True):
@@ -47,6 +50,7 @@ class StackRow(msgspec.Struct):
 
     case: StackCase
     tokens_per_s: float
+    tokens_per_chunk: float  # above 1 where a router gives a stream all that came while it was busy as one chunk
     failed: int
     ttft_p50_ms: float
     itl_p50_ms: float
@@ -61,19 +65,25 @@ def running(case: StackCase, model_dir: Path) -> Iterator[tuple[str, dict[str, l
     command = [sys.executable, "-m", "orcaserve.loadtest.stack_server", case.kind, "--port", str(port)]
     command += ["--model", str(model_dir), "--groups", str(case.groups), "--routers", str(case.routers)]
     command += ["--step-ms", str(case.step_ms)]
+    complaints = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe that nobody reads would stop the server when full
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdin=subprocess.PIPE,  # its end tells the server that we are gone
+        stdout=subprocess.PIPE,
+        stderr=complaints,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert process.stdout is not None
-        assert process.stderr is not None
         pids: dict[str, list[int]] | None = None
         for line in process.stdout:
             if line.startswith('{"pids"'):
                 pids = json.loads(line)["pids"]
                 break
         if pids is None:
-            raise ServerFailed(f"{case.kind} did not start: {process.stderr.read()[-2000:]}")
+            complaints.seek(0)
+            raise ServerFailed(f"{case.kind} did not start: {complaints.read().decode(errors='replace')[-2000:]}")
         url = f"http://127.0.0.1:{port}"
         asyncio.run(_answering(url))
         yield url, pids | _serve_parts(process.pid)
@@ -84,6 +94,7 @@ def running(case: StackCase, model_dir: Path) -> Iterator[tuple[str, dict[str, l
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        complaints.close()
 
 
 def _serve_parts(root: int) -> dict[str, list[int]]:
@@ -132,6 +143,7 @@ def _measure_once(url: str, case: StackCase, pids: dict[str, list[int]], tokens_
     return StackRow(
         case,
         s.output_throughput,
+        tokens / max(1, sum(len(record.chunk_times_s) for record in result.records)),
         s.failed,
         s.ttft_ms.get("p50", 0.0),
         s.itl_ms.get("p50", 0.0),
@@ -146,10 +158,16 @@ def _load(url: str, streams: int, tokens: int) -> RunResult:
     return asyncio.run(generator.run(requests, ClosedLoop(streams)))
 
 
-def peer_rows(model_dir: Path, streams: int, tokens_per_stream: int, rounds: int, step_ms: float) -> list[StackRow]:
-    """The three servers under the same load, one after the other, `rounds` runs of each in turns."""
+def peer_rows(
+    model_dir: Path,
+    streams: int,
+    tokens_per_stream: int,
+    rounds: int,
+    step_ms: float,
+    kinds: Sequence[Kind] = ("orcaserve", "ray-generator", "uvicorn"),
+) -> list[StackRow]:
+    """The servers under the same load, one after the other, `rounds` runs of each in turns."""
     rows = []
-    kinds: tuple[Kind, ...] = ("orcaserve", "ray-generator", "uvicorn")
     for number in range(rounds):
         for kind in kinds if number % 2 == 0 else reversed(kinds):
             rows += measure(StackCase(kind, streams, step_ms=step_ms), model_dir, tokens_per_stream, 1)
@@ -171,7 +189,8 @@ def ratios(rows: Sequence[StackRow]) -> dict[str, float]:
         return statistics.median(row.tokens_per_s for row in rows if row.case.kind == kind)
 
     own = median("orcaserve")
-    return {f"orcaserve / {kind}": own / median(kind) for kind in ("ray-generator", "uvicorn")}
+    peers = dict.fromkeys(row.case.kind for row in rows if row.case.kind != "orcaserve")
+    return {f"orcaserve / {kind}": own / median(kind) for kind in peers}
 
 
 def as_table(rows: Sequence[StackRow]) -> list[list[str]]:
@@ -183,6 +202,7 @@ def as_table(rows: Sequence[StackRow]) -> list[list[str]]:
             "routers",
             "groups",
             "tokens/s",
+            "tokens/chunk",
             "TTFT p50 ms",
             "ITL p50 ms",
             "ITL p99 ms",
@@ -195,5 +215,6 @@ def as_table(rows: Sequence[StackRow]) -> list[list[str]]:
         counts = [str(case.streams), str(case.routers), str(case.groups)]
         times = [f"{row.ttft_p50_ms:,.0f}", f"{row.itl_p50_ms:.1f}", f"{row.itl_p99_ms:.1f}"]
         failed = f" ({row.failed} failed)" if row.failed else ""
-        table.append([case.kind, *counts, f"{row.tokens_per_s:,.0f}{failed}", *times, cpu])
+        speed = [f"{row.tokens_per_s:,.0f}{failed}", f"{row.tokens_per_chunk:.1f}"]
+        table.append([case.kind, *counts, *speed, *times, cpu])
     return table

@@ -3,7 +3,8 @@
 orcaserve      real routers, scheduler, channels and streams over Ray Serve and HAProxy; ranks that compute nothing
 ray-generator  what a plain Ray Serve app does: a streaming generator call per request, Serve's default proxy
 uvicorn        the floor: one asyncio app that yields ready-made chunks
-Prints a JSON line with the process ids by part when it answers; ends on SIGINT or SIGTERM.
+Prints a JSON line with the process ids by part when it answers; ends on SIGINT or SIGTERM, and when its standard input
+ends: whoever measured is gone.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ def bare_app(step_s: float) -> Callable[[dict[str, Any], Receive, Send], Awaitab
 def run_uvicorn(port: int, step_s: float) -> None:
     import uvicorn
 
+    _interrupt_when_deserted()
     _say({"server": [os.getpid()]})
     uvicorn.run(bare_app(step_s), host="127.0.0.1", port=port, log_level="error", access_log=False)
 
@@ -90,6 +92,7 @@ def run_ray_generator(port: int, step_s: float) -> None:
     os.environ |= {name: value for name, value in local.environment().items() if name not in own}
     import ray
     from ray import serve
+    from ray.serve.schema import LoggingConfig
     from starlette.requests import Request
     from starlette.responses import Response, StreamingResponse
 
@@ -126,9 +129,10 @@ def run_ray_generator(port: int, step_s: float) -> None:
             logging_level=logging.ERROR,
             _node_ip_address="127.0.0.1",
         )
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # as `orcaserve serve` has it
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
         application = Front.bind(NullEngine.bind())  # type: ignore[attr-defined]
-        serve.run(application, name="null", route_prefix="/")
+        serve.run(application, name="null", route_prefix="/", logging_config=quiet)
         _say({})
         _wait()
     finally:
@@ -147,6 +151,7 @@ def run_orcaserve(port: int, model: str, groups: int, routers: int, step_s: floa
     os.environ |= local.environment()
     import ray
     from ray import serve
+    from ray.serve.schema import LoggingConfig
 
     from orcaserve.cluster.app import build
     from orcaserve.loadtest.stack_null import start_null_scheduler
@@ -163,8 +168,10 @@ def run_orcaserve(port: int, model: str, groups: int, routers: int, step_s: floa
             _node_ip_address="127.0.0.1",
         )
         pids = start_null_scheduler(config, read_model_info(model), step_s)
-        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
-        serve.run(build(config.model_dump(mode="json")), name=config.name, route_prefix="/")
+        quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # as `orcaserve serve` has it
+        serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config=quiet)
+        app = build(config.model_dump(mode="json"))
+        serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
         _say(pids)
         _wait()
     finally:
@@ -183,7 +190,18 @@ def _wait() -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    _interrupt_when_deserted()
     stop.wait()
+
+
+def _interrupt_when_deserted() -> None:
+    """A measurement that was killed could not stop its server."""
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def main() -> None:
