@@ -71,7 +71,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     block_copies: list[tuple[int, int]]  # copy KV block (source, destination), before the forward pass
     chunks: list[Chunk]  # prefill pieces
     decode_slots: bytes  # int32; slots that compute the one token they sampled last, and sample the next
-    num_draft_tokens: int = 0  # each decode slot may verify up to this many tokens that the worker proposes
+    num_draft_tokens: int = 0  # that a worker may propose and verify for each decode slot, within the slot's blocks
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -33,8 +33,9 @@ class Drafter(Protocol):
 class PromptLookup:
     """Proposes what followed the same n-gram earlier in the request: prompt-lookup decoding.
 
-    The longest n-gram wins, and of its earlier places the latest. Costs a few microseconds a slot: the compared
-    window is the last `window` tokens.
+    The longest n-gram wins, and of its earlier places the latest. Where the text ends before the proposal is long
+    enough, it is taken to go round: after "a a a" comes "a a a". Costs a few microseconds a slot: the compared window
+    is the last `window` tokens.
     """
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 2, window: int = 4096) -> None:
@@ -51,7 +52,7 @@ class PromptLookup:
         ]
 
     def continuation(self, history: np.ndarray, limit: int) -> np.ndarray:
-        """Up to `limit` ids that followed the last tokens of `history` when they occurred before."""
+        """`limit` ids that followed the last tokens of `history` when they occurred before; none if they did not."""
         if limit <= 0 or len(history) <= self.min_ngram:
             return NOTHING
         # Ends of earlier n-grams: shrink the places where the last token occurs by one more token at a time.
@@ -67,8 +68,7 @@ class PromptLookup:
                 best = ends
         if len(best) == 0:
             return NOTHING
-        start = int(best[-1]) + 1
-        return history[start : start + limit].copy()
+        return np.resize(history[int(best[-1]) + 1 :], limit)  # repeats what is too short
 
 
 def most_accepted(slots: SlotTable, rows: np.ndarray) -> np.ndarray:

@@ -60,9 +60,13 @@ class TestPromptLookup:
     def test_one_word_alone_is_no_match(self) -> None:
         assert self.proposed([5, 6, 7, 8, 9, 5]) == []
 
-    def test_a_loop_is_followed_to_its_end(self) -> None:
-        assert self.proposed([5, 5, 5, 5]) == [5]
+    def test_a_loop_is_followed(self) -> None:
         assert self.proposed([1, 5, 6, 5, 6, 5, 6], 2) == [5, 6]
+
+    def test_a_loop_goes_on_for_as_long_as_is_asked(self) -> None:
+        assert self.proposed([5, 5, 5, 5], 6) == [5] * 6
+        assert self.proposed([5, 5, 5], 2) == [5, 5]
+        assert self.proposed([1, 5, 6, 7, 5, 6, 7, 5, 6], 7) == [7, 5, 6, 7, 5, 6, 7]
 
     @pytest.mark.parametrize(("max_tokens", "expected"), [(1, 0), (2, 1), (3, 2), (50, 4)])
     def test_the_last_token_is_left_to_sampling(self, max_tokens: int, expected: int) -> None:
@@ -81,7 +85,7 @@ class TestPromptLookup:
         for length in (4, 3, 2):
             ends = [i for i in range(length, len(history)) if history[i - length : i] == history[-length:]]
             if ends:
-                expected = history[ends[-1] : ends[-1] + limit]
+                expected = (history[ends[-1] :] * limit)[:limit]
                 break
         assert PromptLookup().continuation(np.array(history, np.int32), limit).tolist() == expected
 
