@@ -92,7 +92,10 @@ class StepTrace:
 
 def _scheduler_events(writer: _Writer, step: StepSeen) -> None:
     times, tid = step.times, step.group_id
-    writer.slice(SCHEDULER, tid, "plan", times.plan_s, times.planned_s, _described(step))
+    # All that the step-time model of the simulator needs to learn from a trace.
+    decodes = memoryview(step.decode_slots).cast("i").tolist()
+    whole = {"prefill": step.prefill, "decodes": decodes, "step_s": step.step_s}
+    writer.slice(SCHEDULER, tid, "plan", times.plan_s, times.planned_s, {**_described(step), **whole})
     writer.slice(SCHEDULER, tid, "send", times.planned_s, times.sent_s)
     writer.arrow("s", SCHEDULER, tid, step.group_id, step.step_id, times.planned_s)
     writer.slice(SCHEDULER, tid, "receive", times.received_s, times.applied_s, {"step": step.step_id})

@@ -10,7 +10,7 @@ import typer
 simulate_app = typer.Typer(help="The scheduler on a virtual clock: demonstration, four-row study, capacity planning.")
 
 ModelName = Annotated[str, typer.Option(help="llama-3-70b, llama-3-8b, a config.json or a model folder.")]
-Gpu = Annotated[str, typer.Option(help="h100, h200, a100 or cpu.")]
+Gpu = Annotated[str, typer.Option(help="h100, h200, a100, cpu, or a file from `calibrate`.")]
 
 
 @simulate_app.callback(invoke_without_command=True)
@@ -207,6 +207,59 @@ def fleet(
             "most_memory_mb": max(used.ru_maxrss for used in usage) / 1024,
         }
     )
+
+
+@simulate_app.command()
+def calibrate(
+    trace: Annotated[Path, typer.Argument(help="What `orcaserve trace` wrote while the server was busy.")],
+    model: Annotated[
+        str, typer.Option(help="smollm2-135m or a model folder: the one that was served.")
+    ] = "smollm2-135m",
+    gpu: Gpu = "cpu",
+    tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 1,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="results.json of closed-loop load tests of that server; repeatable.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="As served.")] = 64,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="As served.")] = 512,
+    out: Annotated[Path, typer.Option("--out", "-o")] = Path("out/calibration"),
+) -> None:
+    """Fit the step-time model to a running server, and see how far it is from load tests of it."""
+    import msgspec
+
+    from orcaserve.loadtest import calibration, report
+    from orcaserve.loadtest.model_shape import load_shape
+    from orcaserve.loadtest.output import console, model_folder, print_json, print_table, refusals
+    from orcaserve.loadtest.step_time import calibrate as fit
+    from orcaserve.loadtest.step_time import find_device
+
+    with refusals():
+        log = calibration.read_trace(trace)
+        runs = [run for path in against or () for run in report.read_json(path)]
+        server = calibration.Server(
+            shape=load_shape(str(model_folder(model))),
+            tensor_parallel_size=tensor_parallel_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )
+        device = fit(server.shape, find_device(gpu), tensor_parallel_size, log)
+        compared = [calibration.simulate_run(server, device, run) for run in runs]
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "device.json").write_bytes(msgspec.json.format(msgspec.json.encode(device), indent=1))
+        off = calibration.deviation(server, device, log)
+        picture = calibration.picture(server, device, log)
+        (out / "steps.png").write_bytes(picture)
+        rows = calibration.as_table(off, compared)
+        title = f"{server.shape.name}: the step-time model against {len(log)} steps and {len(runs)} load tests"
+        print_table(title, rows)
+        page = report.write_page(
+            out / "calibration.html",
+            title,
+            [report.table("Model against measurement", rows[0], rows[1:])],
+            {"steps": picture},
+        )
+        console.print(f"report: {page}; for --gpu: {out / 'device.json'}")
+    print_json({"device": device, "steps": off, "runs": [each.ratios for each in compared]})
 
 
 @simulate_app.command()

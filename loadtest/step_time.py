@@ -11,7 +11,8 @@ Each device constant names its source. `calibrate` replaces the efficiencies and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -34,8 +35,19 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     flops_efficiency: float
     kernel_gap_s: float
     step_overhead_s: float
-    token_overhead_s: float = 0.0  # per computed token: norms, rope, sampling, copies
+    token_overhead_s: float = 0.0  # per computed token: norms, rope, copies
+    row_overhead_s: float = 0.0  # per sampled row: sampling, and its token's way back
+    kv_efficiency: float | None = None  # shares that attention reaches; None: as the linears do
+    attention_flops_efficiency: float | None = None
     source: str
+
+    @property
+    def attention_efficiencies(self) -> tuple[float, float]:
+        """Of memory and of arithmetic."""
+        return (
+            self.memory_efficiency if self.kv_efficiency is None else self.kv_efficiency,
+            self.flops_efficiency if self.attention_flops_efficiency is None else self.attention_flops_efficiency,
+        )
 
 
 _NVIDIA = (
@@ -120,8 +132,9 @@ class StepTime:
         self._linear_s = 2 * shape.layer_params / tp / rate
         self._head_weights_s = shape.head_params * value / tp / bandwidth
         self._head_linear_s = 2 * shape.head_params / tp / rate
-        self._kv_s = shape.kv_bytes_per_token(tp) / bandwidth
-        self._pair_s = 4 * layers * shape.num_attention_heads * shape.head_dim / tp / rate
+        self._kv_s = shape.kv_bytes_per_token(tp) / (device.bandwidth * device.attention_efficiencies[0])
+        pair_flops = 4 * layers * shape.num_attention_heads * shape.head_dim / tp
+        self._pair_s = pair_flops / (device.flops * device.attention_efficiencies[1])
         num_reduces = 2 * layers if tp > 1 else 0
         self._reduce_s = num_reduces * 2 * (tp - 1) / tp * hidden * value / device.link_bandwidth
         self._fixed_s = (
@@ -130,20 +143,34 @@ class StepTime:
             + num_reduces * device.link_latency_s
         )
         self._token_s = device.token_overhead_s
+        self._row_s = device.row_overhead_s
 
     def seconds(self, tokens: int, rows: int, kv_tokens: int, prefill_pairs: int) -> float:
         """Time of a step; the arguments are sums over its slots, as in StepWork."""
         linear = max(self._weights_s + self._activation_s * tokens, self._linear_s * tokens)
         head = max(self._head_weights_s, self._head_linear_s * rows) if rows else 0.0
         attention = self._kv_s * kv_tokens + self._pair_s * prefill_pairs
-        return self._fixed_s + linear + head + attention + (self._reduce_s + self._token_s) * tokens
+        return (
+            self._fixed_s + linear + head + attention + (self._reduce_s + self._token_s) * tokens + self._row_s * rows
+        )
+
+    def all_seconds(self, log: StepLog) -> NDArray[np.float64]:
+        """`seconds` of each step."""
+        tokens = np.add(log.prefill_tokens, log.decode_tokens) + np.asarray(log.padding_tokens)
+        rows = np.asarray(log.rows)
+        linear = np.maximum(self._weights_s + self._activation_s * tokens, self._linear_s * tokens)
+        head = np.where(rows > 0, np.maximum(self._head_weights_s, self._head_linear_s * rows), 0.0)
+        attention = self._kv_s * np.asarray(log.kv_tokens) + self._pair_s * np.asarray(log.prefill_pairs)
+        per_token = (self._reduce_s + self._token_s) * tokens
+        return self._fixed_s + linear + head + attention + per_token + self._row_s * rows
 
     def decode_seconds(self, rows: int, kv_tokens: int, num_steps: int) -> list[float]:
         """`seconds` of each of some steps in which the same rows decode: the contexts grow, nothing else changes."""
         linear = max(self._weights_s + self._activation_s * rows, self._linear_s * rows)
         base = self._fixed_s + linear + max(self._head_weights_s, self._head_linear_s * rows)
         kv_s, last = self._kv_s, (self._reduce_s + self._token_s) * rows
-        return [base + kv_s * kv + last for kv in range(kv_tokens, kv_tokens + num_steps * rows, rows)]
+        sampling = self._row_s * rows
+        return [base + kv_s * kv + last + sampling for kv in range(kv_tokens, kv_tokens + num_steps * rows, rows)]
 
     def parts_ms(self, work: StepWork) -> dict[str, float]:
         """Where the time goes, for a table."""
@@ -153,25 +180,46 @@ class StepTime:
             "linears": max(self._weights_s + self._activation_s * tokens, self._linear_s * tokens) * 1e3,
             "head": head * 1e3,
             "attention": (self._kv_s * work.kv_tokens + self._pair_s * work.prefill_pairs) * 1e3,
+            "sampling": self._row_s * work.rows * 1e3,
             "all-reduce and launches": (self._fixed_s + (self._reduce_s + self._token_s) * tokens) * 1e3,
         }
 
 
-_FITTED = ("memory_efficiency", "flops_efficiency", "step_overhead_s", "token_overhead_s")
+# Attention is taken to reach what the linears reach unless the steps say otherwise: a factor of e costs this much.
+DOUBT = 0.01
+_FITTED = (
+    "memory_efficiency",
+    "flops_efficiency",
+    "kv_efficiency",
+    "attention_flops_efficiency",
+    "step_overhead_s",
+    "token_overhead_s",
+    "row_overhead_s",
+)
 
 
 def calibrate(shape: ModelShape, device: Device, tensor_parallel_size: int, log: StepLog) -> Device:
     """The device with efficiencies and overheads that fit the measured steps best.
 
-    Minimises the mean |log(predicted / measured)| by coordinate descent on a shrinking logarithmic grid: robust against
-    steps that the machine disturbed, and never outside what is physical (no efficiency above 1).
+    Minimises the mean |log(predicted / measured)|, each step weighted by the time it took (the sum is what a run
+    takes), by coordinate descent on a shrinking logarithmic grid: robust against steps that the machine disturbed, and
+    never outside what is physical (no efficiency above 1).
     """
     if len(log) < 20:
         raise ValueError(f"calibration needs at least 20 measured steps, the log has {len(log)}")
-    best = msgspec.structs.replace(device, token_overhead_s=max(device.token_overhead_s, 1e-6))
+    memory, flops = device.attention_efficiencies
+    best = msgspec.structs.replace(
+        device,
+        kv_efficiency=memory,
+        attention_flops_efficiency=flops,
+        token_overhead_s=max(device.token_overhead_s, 1e-6),
+        row_overhead_s=max(device.row_overhead_s, 1e-6),
+    )
     error = _error(shape, best, tensor_parallel_size, log)
-    for spread in (8.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02):
-        for _ in range(3):
+    for spread in (8.0, 4.0, 2.0, 1.5, 1.2, 1.1, 1.05, 1.02, 1.01):
+        before = math.inf
+        while error < before * (1 - 1e-6):
+            before = error
             for name in _FITTED:
                 for factor in (1 / spread, spread):
                     value = getattr(best, name) * factor
@@ -180,33 +228,32 @@ def calibrate(shape: ModelShape, device: Device, tensor_parallel_size: int, log:
                     trial = msgspec.structs.replace(best, **{name: value})
                     if (trial_error := _error(shape, trial, tensor_parallel_size, log)) < error:
                         best, error = trial, trial_error
-    source = f"{device.source}; calibrated on {len(log)} measured steps, mean deviation {np.expm1(error):.1%}"
+    off = np.abs(predicted(shape, best, tensor_parallel_size, log) / np.asarray(log.seconds) - 1)
+    source = f"{device.source}; calibrated on {len(log)} measured steps, median deviation {np.median(off):.1%}"
     return msgspec.structs.replace(best, source=source)
 
 
 def predicted(shape: ModelShape, device: Device, tensor_parallel_size: int, log: StepLog) -> NDArray[np.float64]:
     """The model's seconds for each step of a log."""
-    model = StepTime(shape, device, tensor_parallel_size)
-    columns: Sequence[Sequence[int]] = (
-        log.prefill_tokens,
-        log.decode_tokens,
-        log.padding_tokens,
-        log.rows,
-        log.kv_tokens,
-        log.prefill_pairs,
-    )
-    return np.array(
-        [model.seconds(a + b + c, rows, kv, pairs) for a, b, c, rows, kv, pairs in zip(*columns, strict=True)]
-    )
+    return StepTime(shape, device, tensor_parallel_size).all_seconds(log)
 
 
 def _error(shape: ModelShape, device: Device, tensor_parallel_size: int, log: StepLog) -> float:
-    seconds = predicted(shape, device, tensor_parallel_size, log)
-    return float(np.abs(np.log(seconds / np.asarray(log.seconds))).mean())
+    real = np.asarray(log.seconds)
+    off = np.abs(np.log(predicted(shape, device, tensor_parallel_size, log) / real))
+    kv, pairs = device.attention_efficiencies
+    apart = abs(math.log(kv / device.memory_efficiency)) + abs(math.log(pairs / device.flops_efficiency))
+    return float(np.average(off, weights=real)) + DOUBT * apart
 
 
 def find_device(name: str) -> Device:
-    """By its name; the known ones are in DEVICES."""
-    if name.lower() not in DEVICES:
-        raise ValueError(f"gpu {name!r}: known are {', '.join(sorted(DEVICES))}")
-    return DEVICES[name.lower()]
+    """By its name (the known ones are in DEVICES), or from the file that a calibration wrote."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    try:
+        return msgspec.json.decode(Path(name).read_bytes(), type=Device)
+    except OSError as error:
+        known = ", ".join(sorted(DEVICES))
+        raise ValueError(f"gpu {name!r}: known are {known}, or a calibrated device's file: {error}") from error
+    except msgspec.DecodeError as error:
+        raise ValueError(f"gpu {name!r}: not a calibrated device: {error}") from error
