@@ -383,5 +383,6 @@ def test_machine() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)  # ten minutes of one core
 def test_machine_long() -> None:
     run(10_000, 80)
