@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
-from orcaserve.cluster.text_decoder import TextDecoder
+from orcaserve.cluster.text_decoder import TextDecoder, WholeTexts
 
 # 4,096 characters of English take about 1 ms; more than that is worth a thread (the library lets the lock go).
 _INLINE_CHARS = 4096
@@ -28,9 +28,12 @@ class TextCodec:
         self.special_ids = {token_id: token.content for token_id, token in added.items() if token.special}
         self._added_ids = {token_id: token.content for token_id, token in added.items()}
         self.longest_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
-        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+        how = json.loads(tokenizer.to_str()).get("decoder")
+        self._is_byte_level = '"ByteLevel"' in json.dumps(how)
         self._byte_of = _byte_level_alphabet() if self._is_byte_level else {}
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
+        # Where a text is its tokens' bytes and nothing else, a token of whole characters is the same in any company.
+        self._whole_texts = WholeTexts(self._whole_text) if (how or {}).get("type") == "ByteLevel" else None
 
     @classmethod
     def from_file(cls, tokenizer_file: str) -> TextCodec:
@@ -73,6 +76,7 @@ class TextCodec:
             skip_special_tokens=skip_special_tokens,
             min_tokens=min_tokens,
             context=context,
+            whole_texts=self._whole_texts,
         )
 
     def special_id_of(self, text: str) -> int | None:
@@ -86,6 +90,13 @@ class TextCodec:
             return raw.decode(), raw
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+    def _whole_text(self, token_id: int) -> str:
+        token = self.tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._added_ids or not all(c in self._byte_of for c in token):
+            return ""
+        text = bytes(self._byte_of[c] for c in token).decode(errors="replace")
+        return "" if "\ufffd" in text else text
 
     def _token_bytes(self, token_id: int) -> bytes:
         if token_id in self._added_ids:

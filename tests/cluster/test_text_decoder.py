@@ -67,6 +67,37 @@ def test_the_parts_are_the_whole(codec: TextCodec, ids: list[int], sizes: list[i
 
 
 @given(
+    ids=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 49_200)), max_size=24),
+    sizes=st.lists(st.integers(1, 3), max_size=10),
+    skip=st.booleans(),
+)
+def test_whole_tokens_come_as_the_library_gives_them(
+    codec: TextCodec, ids: list[int], sizes: list[int], skip: bool
+) -> None:
+    quick = codec.decoder([], [], skip_special_tokens=skip)
+    library = TextDecoder(
+        codec.tokenizer,
+        codec.special_ids,
+        [],
+        include_stop=False,
+        skip_special_tokens=skip,
+        min_tokens=0,
+        context=[],
+        whole_texts=None,
+    )
+    assert drain(quick, ids, sizes) == drain(library, ids, sizes)
+    assert quick.num_tokens == library.num_tokens
+    assert (quick.position, quick.released) == (library.position, library.released)
+
+
+def test_most_tokens_need_no_stream(codec: TextCodec) -> None:
+    ids = codec.encode_now(["Seven words that every reader has seen before"], add_special_tokens=False)[0]
+    decoder = codec.decoder([], [])
+    decoder._stream = None  # type: ignore[assignment]
+    assert decoder.push(ids[:1]) + decoder.push(ids[1:]) == "Seven words that every reader has seen before"
+
+
+@given(
     ids=st.lists(st.integers(0, 300), min_size=1, max_size=24),
     sizes=st.lists(st.integers(1, 3), max_size=10),
     at=st.integers(0, 20),
