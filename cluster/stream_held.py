@@ -42,11 +42,14 @@ class Held:
         return all(choice.finished for choice in self.choices)
 
     def deliver(self, delta: TokenDelta) -> None:
-        if self.arrived and _may_merge(self.arrived[-1], delta):
-            self.arrived[-1] = _merged(self.arrived[-1], delta)
+        arrived = self.arrived
+        if not arrived:
+            arrived.append(delta)
+            self.wake()  # once: its reader waits only while nothing is here
+        elif _may_merge(arrived[-1], delta):
+            arrived[-1] = _merged(arrived[-1], delta)
         else:
-            self.arrived.append(delta)
-        self.wake()
+            arrived.append(delta)
 
     def wake(self) -> None:
         if self.reader is not None and not self.reader.done():
@@ -74,10 +77,13 @@ def _may_merge(former: TokenDelta, delta: TokenDelta) -> bool:
 
 def _merged(former: TokenDelta, delta: TokenDelta) -> TokenDelta:
     """Both as one, for a reader who has not come for the former yet: it costs no more than one."""
-    return msgspec.structs.replace(
-        delta,
-        token_ids=former.token_ids + delta.token_ids,
+    return TokenDelta(
+        delta.request_id,
+        delta.choice_index,
+        former.token_ids + delta.token_ids,
+        delta.finish_reason,
         prompt_logprobs=former.prompt_logprobs,
         num_cached_tokens=former.num_cached_tokens,
+        stop_token_id=delta.stop_token_id,
         queue_s=former.queue_s,
     )
