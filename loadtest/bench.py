@@ -29,6 +29,7 @@ from orcaserve.loadtest.start import measure_start
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
 IN_FLIGHT = (1, 16, 64)
+OVERHEAD_IN_FLIGHT = 16
 PEER_START_TIMEOUT_S = 600.0
 
 
@@ -121,13 +122,15 @@ def load(url: str, users: int, seed: int) -> RunResult:
     return result
 
 
-def in_turns(urls: Sequence[str], rounds: int, on_run: Callable[[RunResult], None]) -> dict[int, list[list[RunResult]]]:
+def in_turns(
+    urls: Sequence[str], rounds: int, on_run: Callable[[RunResult], None], in_flight: Sequence[int] = IN_FLIGHT
+) -> dict[int, list[list[RunResult]]]:
     """users -> runs of each server. Prompts are new in each round, the same for all servers."""
     for url in urls:
         load(url, 16, seed=10_000)
-    runs: dict[int, list[list[RunResult]]] = {users: [[] for _ in urls] for users in IN_FLIGHT}
+    runs: dict[int, list[list[RunResult]]] = {users: [[] for _ in urls] for users in in_flight}
     for number in range(rounds):
-        for users in IN_FLIGHT:
+        for users in in_flight:
             order = range(len(urls)) if number % 2 == 0 else reversed(range(len(urls)))
             for side in order:
                 runs[users][side].append(load(urls[side], users, seed=100 * number + users))
@@ -193,10 +196,10 @@ def overhead_row(runs: Sequence[RunResult], model_dir: Path, num_threads: int) -
     """What serving adds to a step at 16 in flight: the gap between tokens over HTTP against the step alone."""
     gaps = statistics.median(r.summary.itl_ms["p50"] for r in runs)
     spec = study.StudySpec(
-        users=16,
-        num_requests=16,
+        users=OVERHEAD_IN_FLIGHT,
+        num_requests=OVERHEAD_IN_FLIGHT,
         lengths=f"fixed:{PROMPT_TOKENS},{OUTPUT_TOKENS}",
-        max_num_seqs=16,
+        max_num_seqs=OVERHEAD_IN_FLIGHT,
         chunk_budget=512,
         max_model_len=PROMPT_TOKENS + OUTPUT_TOKENS,
     )
@@ -210,7 +213,7 @@ def overhead_row(runs: Sequence[RunResult], model_dir: Path, num_threads: int) -
     decodes = [
         s
         for s, p, d in zip(row.steps.seconds, row.steps.prefill_tokens, row.steps.decode_tokens, strict=True)
-        if d == 16 and not p
+        if d == OVERHEAD_IN_FLIGHT and not p
     ]
     step_ms = statistics.median(decodes) * 1e3
     aim = Aim(0.1, False)
@@ -245,25 +248,30 @@ def run(
     rows: list[BenchRow] = []
     peer_start_s: float | None = None
     if {"served", "overhead"} & set(parts):
+        compares = "served" in parts
         with contextlib.ExitStack() as servers:
             urls = []
             own = Serving(str(model_dir), *serve_options)
             servers.callback(own.stop)
             own.wait_ready()
             urls.append(own.url)
-            if peer_url:
+            if compares and peer_url:
                 urls.append(peer_url)
-            elif peer_venv is not None:
+            elif compares and peer_venv is not None:
                 say("starting the peer")
                 url, peer_start_s = servers.enter_context(vllm_serving(peer_venv, model_dir))
                 urls.append(url)
             runs = in_turns(
-                urls, rounds, lambda r: say(f"{r.label}, {r.arrivals}: {r.summary.output_throughput:.1f} tokens/s")
+                urls,
+                rounds,
+                lambda r: say(f"{r.label}, {r.arrivals}: {r.summary.output_throughput:.1f} tokens/s"),
+                IN_FLIGHT if compares else (OVERHEAD_IN_FLIGHT,),
             )
-        rows += served_rows(runs, "vLLM" if peer_venv is not None and not peer_url else peer_url)
+        if compares:
+            rows += served_rows(runs, "vLLM" if peer_venv is not None and not peer_url else peer_url)
         if "overhead" in parts:
             say("measuring the step alone")
-            rows.append(overhead_row(runs[16][0], model_dir, num_threads))
+            rows.append(overhead_row(runs[OVERHEAD_IN_FLIGHT][0], model_dir, num_threads))
     if "start" in parts:
         say("measuring a start")
         rows.append(start_row([str(model_dir), *serve_options], peer_start_s))

@@ -21,7 +21,6 @@ def test_aims_look_the_right_way(aim: Aim, ratio: float, met: bool) -> None:
 
 
 def test_two_servers_in_turns(make_peer, monkeypatch) -> None:
-    monkeypatch.setattr(bench, "IN_FLIGHT", (1, 16, 64))
     monkeypatch.setattr(bench, "OUTPUT_TOKENS", 4)
     fast, slow = make_peer(gap_s=0.001), make_peer(gap_s=0.03)
     seen: list[str] = []
@@ -35,6 +34,14 @@ def test_two_servers_in_turns(make_peer, monkeypatch) -> None:
     assert tpot.ratio < 0.6
     assert tpot.met
     assert len(as_table(list(rows.values()))) == 5
+
+
+def test_only_the_wanted_loads_are_run(make_peer, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "OUTPUT_TOKENS", 2)
+    peer = make_peer(gap_s=0.001)
+    runs = in_turns([peer.url], 2, lambda _result: None, (16,))
+    assert {users: [len(of_server) for of_server in of_users] for users, of_users in runs.items()} == {16: [2]}
+    assert len(peer.bodies) == 3 * 48  # the warm-up and two rounds
 
 
 def test_without_a_peer_there_is_no_ratio(make_peer, monkeypatch) -> None:
