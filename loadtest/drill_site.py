@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import secrets
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +19,7 @@ from orcaserve.loadtest.serving import Serving
 _OPTIONS = (
     *("--device", "cpu", "--dtype", "float32", "--num-threads", "1", "--routers", "2", "--drain-timeout-s", "1"),
     *("--kv-cache-memory", "300MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "32"),
+    *("--step-timeout-s", "20"),  # also how long a worker that is stopped while it starts goes unnoticed
 )
 _STORE_BYTES = 80 * 2**20
 
@@ -37,6 +40,8 @@ class Nodes:
             initialize_head=True, head_node_args={"num_cpus": 8, "object_store_memory": _STORE_BYTES}
         )
         self._nodes: list[Any] = [self._add() for _ in range(num_nodes)]
+        # Later ones come from a thread, where Ray cannot set its signal handlers: `close` ends them.
+        self._cluster._shutdown_at_exit = False
 
     @property
     def address(self) -> str:
@@ -65,7 +70,8 @@ class Place(msgspec.Struct, frozen=True):
 
 @contextmanager
 def drill_place(model: str, groups: int, num_nodes: int, url: str, pid: int, seed: int) -> Iterator[Place]:
-    """A server to be struck: one that runs already, or one that is started and stopped here."""
+    """A server to be struck: one that runs already, or one that is started and stopped here, also on a SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     rng = random.Random(seed + 1)
     if url:
         yield Place(url, Injector(pid, rng))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -76,3 +77,30 @@ def test_only_processes_below_the_root_are_struck() -> None:
         for process in (worker, other):
             process.kill()
             process.wait()
+
+
+def test_a_drill_that_is_told_to_end_takes_its_server_along() -> None:
+    code = """
+import os, signal
+from orcaserve.loadtest.drill_site import drill_place
+with drill_place("", 1, 0, "http://127.0.0.1:1", 1, 0):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        print("in order")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (143, "in order\n"), run.stderr
+
+
+@pytest.mark.nightly  # a minute or two
+def test_a_drill_on_several_nodes_loses_nothing() -> None:
+    command = [sys.executable, "-m", "orcaserve.cli", "loadtest", "chaos", "--nodes", "2", "--users", "4"]
+    kinds = {"node_lost": 1, "worker_killed": 1}
+    command += ["--kinds", ",".join(kinds), "--faults", "2"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(run.stdout.splitlines()[-1])
+    assert report["faults"] == kinds
+    assert [report[name] for name in ("lost", "repeated_tokens", "missing_tokens", "leaked_blocks")] == [0, 0, 0, 0]
+    assert set(report["recovery_s"]) <= set(kinds)
