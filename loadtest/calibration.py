@@ -169,18 +169,18 @@ def as_table(off: dict[str, float], compared: Sequence[Comparison]) -> list[list
     return table
 
 
-def picture(server: Server, device: Device, log: StepLog) -> bytes:
+def picture(server: Server, device: Device, log: StepLog, name: str) -> bytes:
     """Each step: what the model says against what it took; on the line both are the same."""
 
     def draw(axes: Axes) -> None:
         model, real = server.step_time(device).all_seconds(log) * 1e3, np.asarray(log.seconds) * 1e3
         chunked = np.asarray(log.prefill_tokens) > 0
-        for name, chosen, color in (
+        for kind, chosen, color in (
             ("decodes only", ~chunked, plots.COLORS[0]),
             ("with prefill", chunked, plots.COLORS[2]),
         ):
             if chosen.any():
-                axes.plot(real[chosen], model[chosen], ".", ms=4, alpha=0.5, color=color, label=name)
+                axes.plot(real[chosen], model[chosen], ".", ms=4, alpha=0.5, color=color, label=kind)
         ends = [min(real.min(), model.min()), max(real.max(), model.max())]
         axes.plot(ends, ends, color="#64748b", linewidth=1)
         axes.set_xscale("log")
@@ -189,4 +189,4 @@ def picture(server: Server, device: Device, log: StepLog) -> bytes:
         axes.set_ylabel("model, ms")
         axes.legend(fontsize=8, frameon=False)
 
-    return plots.png(draw, "Step times: model against measurement")
+    return plots.png(draw, f"Step times, model against measurement: {name}")

@@ -267,7 +267,7 @@ def table(
         title = f"{model} on this machine, {users} users, measured"
         print_table(title, study.as_table(found.rows))
         print_table("The calibrated step-time model against it", tables.comparison(found))
-        page = study.write_report(found.rows, out, title)
+        page = tables.write_report(found, out, title)
         console.print(f"report: {page}")
     print_json(
         {

@@ -247,7 +247,7 @@ def calibrate(
         out.mkdir(parents=True, exist_ok=True)
         (out / "device.json").write_bytes(msgspec.json.format(msgspec.json.encode(device), indent=1))
         off = calibration.deviation(server, device, log)
-        picture = calibration.picture(server, device, log)
+        picture = calibration.picture(server, device, log, server.shape.name)
         (out / "steps.png").write_bytes(picture)
         rows = calibration.as_table(off, compared)
         title = f"{server.shape.name}: the step-time model against {len(log)} steps and {len(runs)} load tests"

@@ -7,8 +7,9 @@ iteration-level batching with whole prompts, and with chunked prefill. `simulate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import numpy as np
@@ -189,14 +190,21 @@ def pictures(rows: Sequence[StudyRow]) -> dict[str, bytes]:
     return drawn
 
 
-def write_report(rows: Sequence[StudyRow], folder: Path, title: str) -> Path:
+def write_report(
+    rows: Sequence[StudyRow],
+    folder: Path,
+    title: str,
+    more_tables: Sequence[str] = (),
+    more_pictures: Mapping[str, bytes] = MappingProxyType({}),
+) -> Path:
     """study.html and the PNGs."""
     folder.mkdir(parents=True, exist_ok=True)
-    images = pictures(rows)
+    images = {**pictures(rows), **more_pictures}
     for name, data in images.items():
         (folder / f"{name}.png").write_bytes(data)
     head, *body = as_table(rows)
-    return report.write_page(folder / "study.html", title, [report.table("Four ways to batch", head, body)], images)
+    tables = [report.table("Four ways to batch", head, body), *more_tables]
+    return report.write_page(folder / "study.html", title, tables, images)
 
 
 def _bars(rows: Sequence[StudyRow]) -> bytes:

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from orcaserve.engine.messages import StepPlan, StepResult
-from orcaserve.loadtest import study
-from orcaserve.loadtest.model_shape import load_shape
+from orcaserve.loadtest import report, study
+from orcaserve.loadtest.calibration import Server, picture
+from orcaserve.loadtest.model_shape import ModelShape, load_shape
 from orcaserve.loadtest.prompts import PromptMaker
 from orcaserve.loadtest.simulate import PlanMeter, VirtualWorkers
 from orcaserve.loadtest.step_time import CPU, Device, StepTime, calibrate, predicted
@@ -46,6 +47,7 @@ class Measured(msgspec.Struct):
 
     rows: list[StudyRow]
     modelled: list[StudyRow]
+    shape: ModelShape
     device: Device
     step_deviation: dict[str, float]  # variant -> median |model / measured - 1| of its steps
 
@@ -100,7 +102,7 @@ def measure(
         )
         for row in rows
     }
-    return Measured(rows, modelled, device, deviation)
+    return Measured(rows, modelled, shape, device, deviation)
 
 
 def comparison(found: Measured) -> list[list[str]]:
@@ -117,3 +119,16 @@ def comparison(found: Measured) -> list[list[str]]:
             ]
         )
     return table
+
+
+def write_report(found: Measured, folder: Path, title: str) -> Path:
+    """The study's report with the model beside it: ratios, and each step that it was fitted to and that it was not."""
+    head, *body = comparison(found)
+    server = Server(shape=found.shape)
+    return study.write_report(
+        found.rows,
+        folder,
+        title,
+        [report.table("The calibrated step-time model", head, body)],
+        {f"model_{i}": picture(server, found.device, row.steps, row.variant.name) for i, row in enumerate(found.rows)},
+    )

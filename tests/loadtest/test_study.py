@@ -5,8 +5,9 @@ import pytest
 
 from orcaserve.loadtest import study
 from orcaserve.loadtest.model_shape import LLAMA_3_70B
-from orcaserve.loadtest.step_time import H100
+from orcaserve.loadtest.step_time import H100, calibrate
 from orcaserve.loadtest.study import StudyRow, StudySpec
+from orcaserve.loadtest.table import Measured, write_report
 
 SPEC = StudySpec(users=50, num_requests=150)
 
@@ -60,3 +61,14 @@ def test_tables_name_every_row(rows) -> None:
     assert [line[0] for line in table[1:]] == [v.name for v in study.VARIANTS]
     assert table[1][-1] == "1.00x"
     assert set(study.as_dict(list(rows.values()))) == set(rows)
+
+
+def test_the_measured_report_has_the_model_beside_it(rows, tmp_path) -> None:
+    """Rows that the model itself made: every ratio is 1."""
+    device = calibrate(LLAMA_3_70B, H100, 4, rows["continuous + chunked prefill"].steps)
+    found = Measured(list(rows.values()), list(rows.values()), LLAMA_3_70B, device, dict.fromkeys(rows, 0.0))
+    page = write_report(found, tmp_path, "measured").read_text()
+    assert "The calibrated step-time model" in page
+    assert page.count("1.00x") >= 3 * len(rows)
+    assert len(list(tmp_path.glob("*.png"))) == 1 + 2 * len(rows)
+    assert page.count("data:image/png") == 1 + 2 * len(rows)
