@@ -15,6 +15,7 @@ from orcaserve.cluster.autoscaling import Autoscaler, ScalingRules, load_of
 from orcaserve.engine.scheduler import Scheduler
 from orcaserve.loadtest.arrivals import OpenLoop, daily
 from orcaserve.loadtest.fleet import Fleet
+from orcaserve.loadtest.leaping import LeapingSimulation
 from orcaserve.loadtest.metrics import Slo
 from orcaserve.loadtest.outcome import Figures, figures
 from orcaserve.loadtest.simulate import Simulation, VirtualWorkers
@@ -130,7 +131,7 @@ def fixed_day(fleet: Fleet, spec: DaySpec, requests: list[LoadRequest], num_grou
     """The same number of groups all day."""
     step_time = StepTime(fleet.shape, fleet.device, fleet.tensor_parallel_size)
     executors = {group: VirtualWorkers(step_time, fleet.max_num_seqs) for group in range(num_groups)}
-    outcome = Simulation(fleet.scheduler(num_groups), executors, requests, spec.arrivals()).run()
+    outcome = LeapingSimulation(fleet.scheduler(num_groups), executors, requests, spec.arrivals()).run()
     group_hours = num_groups * outcome.duration_s / 3600
     return Day(f"fixed, {num_groups}", group_hours, num_groups, 0, figures(outcome, num_groups, slo))
 
