@@ -68,7 +68,8 @@ class ServeConfig(AppConfig):
     kv_cache_memory: Bytes = Field(0, description="KV cache of one CPU rank, as 4GiB; 0: a share of free memory")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     attention_backend: Literal["auto", "triton", "xformers", "flashinfer", "cpu", "reference"] = "auto"
-    enforce_eager: bool = Field(False, description="no CUDA graphs, no compilation")
+    enforce_eager: bool = Field(False, description="no CUDA graphs")
+    torch_compile: bool = Field(False, description="steps of decodes alone by torch.compile; on GPUs, one rank a group")
     num_threads: int = Field(0, ge=0, description="CPU threads of one rank; 0: the cores divided by the ranks")
     kernel_cache_dir: Path | None = Field(
         None, description="where compiled CPU kernels are kept; default: ~/.cache/orcaserve/kernels"

@@ -114,6 +114,7 @@ class WorkerActor:
             num_threads=options.num_threads,
             num_speculative_tokens=options.num_speculative_tokens,
             enforce_eager=options.enforce_eager,
+            torch_compile=options.torch_compile,
             grammar_compile_timeout_s=options.grammar_compile_timeout_s,
             max_grammar_bytes=options.max_grammar_memory,
             grammar_cache_bytes=options.grammar_cache_memory,

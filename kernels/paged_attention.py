@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from orcaserve.kernels import opaque
 from orcaserve.kernels.batch import AttentionBatch
 from orcaserve.kernels.dispatch import Implementation, Operation, native_cpu
 
@@ -27,6 +28,8 @@ def paged_attention(
 
     Raises BackendUnavailable when the backend named cannot run here; "auto" picks by the device.
     """
+    if torch.compiler.is_compiling():
+        return opaque.paged_attention(q, kv_cache, *opaque.columns(batch), scale, window, softcap, backend)
     return operation.implementation(q.device.type, backend)(q, kv_cache, batch, scale, window, softcap)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from orcaserve.kernels import opaque
 from orcaserve.kernels.batch import AttentionBatch
 from orcaserve.kernels.dispatch import Implementation, Operation, native_cpu
 from orcaserve.kernels.kv_write import kv_write_reference
@@ -27,6 +28,8 @@ def rope_kv_write(q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor, kv_cache: Te
     (`cos_sin_table`). Element i of a head is rotated with element i + head_dim / 2. Tokens whose slot is negative are
     padding and not written. Computed in float32, rounded once; q, k and v may be views into one fused tensor.
     """
+    if torch.compiler.is_compiling():
+        return opaque.rope_kv_write(q, k, v, cos_sin, kv_cache, *opaque.columns(batch))
     return operation.implementation(q.device.type)(q, k, v, cos_sin, kv_cache, batch)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -13,11 +14,15 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     The inputs may be the two halves of one [num_tokens, 2 * intermediate] tensor.
     """
+    if torch.compiler.is_compiling():
+        return silu_mul_reference(gate, up)
     return silu_operation.implementation(gate.device.type)(gate, up)
 
 
 def gelu_tanh_mul(gate: Tensor, up: Tensor) -> Tensor:
     """gelu(gate) * up with the tanh approximation of GELU; shapes as in `silu_mul`."""
+    if torch.compiler.is_compiling():
+        return gelu_tanh_mul_reference(gate, up)
     return gelu_operation.implementation(gate.device.type)(gate, up)
 
 

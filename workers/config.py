@@ -25,7 +25,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: Literal["auto", "triton", "xformers", "flashinfer", "cpu", "reference"] = "auto"
     num_threads: int = 0  # CPU threads of one rank; 0: the cores divided by the ranks
     num_speculative_tokens: int = 0
-    enforce_eager: bool = False  # no CUDA graphs, no torch.compile
+    enforce_eager: bool = False  # no CUDA graphs
+    torch_compile: bool = False  # steps of decodes alone, by inductor
     grammar_compile_timeout_s: float = 10.0  # from the start of its request
     max_grammar_bytes: int = 64 * 2**20  # of one grammar, compiled
     grammar_cache_bytes: int = 512 * 2**20  # of grammars kept for later requests

@@ -43,6 +43,10 @@ class BackendUnusable(WorkerError):
     """The attention backend that was asked for does not run here."""
 
 
+class CannotCompile(WorkerError):
+    """torch.compile was asked for where it cannot be had."""
+
+
 class NotEnoughMemory(WorkerError):
     """Weights fit, but too little is left for a useful KV pool."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from orcaserve.kernels.batch import AttentionBatch
 from orcaserve.workers.batch import StepBatch
+from orcaserve.workers.compiled import CompiledDecode
 from orcaserve.workers.models.decoder import Decoder
 
 
@@ -22,8 +23,15 @@ class DecodeGraphs:
     A padding request has context 0 and slot -1: it reads no key and writes none.
     """
 
-    def __init__(self, model: Decoder, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: Decoder,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        compiled: CompiledDecode | None = None,
+    ) -> None:
+        self.forward = model if compiled is None else compiled
         self.sizes = graph_sizes(max_num_seqs)
         self.max_model_len = max_model_len
         max_blocks = -(-max_model_len // model.kv_caches[0].shape[3])
@@ -75,4 +83,4 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=self.max_model_len,
         )
-        return self.model(self.ids[:size], batch, None)
+        return self.forward(self.ids[:size], batch, None)

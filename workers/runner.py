@@ -13,6 +13,7 @@ from torch import Tensor
 from orcaserve.engine.messages import StepPlan, StepResult, TokenLogprobs
 from orcaserve.kernels.block_copy import copy_blocks
 from orcaserve.workers.batch import StepBatch, build_batch, on
+from orcaserve.workers.compiled import CompiledDecode
 from orcaserve.workers.graphs import DecodeGraphs
 from orcaserve.workers.models.decoder import Decoder
 from orcaserve.workers.sampler import Sampled, Sampler
@@ -36,6 +37,7 @@ class ModelRunner:
         device: torch.device,
         drafter: Drafter | None = None,
         graphs: DecodeGraphs | None = None,
+        compiled: CompiledDecode | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         assert (sampler is not None) == (tp.rank == 0)
@@ -46,6 +48,7 @@ class ModelRunner:
         self.device = device
         self.drafter = drafter
         self.graphs = graphs
+        self.compiled = compiled
         self.clock = clock
 
     def run(self, plan: StepPlan) -> StepResult | None:
@@ -101,8 +104,11 @@ class ModelRunner:
         return self.model.logits(hidden)
 
     def _forward(self, batch: StepBatch, rows: LogitRows) -> Tensor:
-        if self.graphs is not None and batch.num_tokens == len(batch.slots) and batch.num_chunks == 0:
-            return self.graphs.run(batch)
+        if batch.num_tokens == len(batch.slots) and batch.num_chunks == 0:
+            if self.graphs is not None:
+                return self.graphs.run(batch)
+            if self.compiled is not None:
+                return self.compiled(on(self.device, batch.input_ids), batch.attention(self.device), None)
         tokens = None if rows.are_all else on(self.device, rows.tokens)
         return self.model(on(self.device, batch.input_ids), batch.attention(self.device), tokens)
 

@@ -17,8 +17,9 @@ from orcaserve.kernels.batch import AttentionBatch
 from orcaserve.kernels.dispatch import BackendUnavailable
 from orcaserve.kernels.paged_attention import operation as attention
 from orcaserve.workers import kv_shard
+from orcaserve.workers.compiled import CompiledDecode
 from orcaserve.workers.config import WorkerConfig
-from orcaserve.workers.errors import BackendUnusable, ModelLoadError
+from orcaserve.workers.errors import BackendUnusable, CannotCompile, ModelLoadError
 from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits
 from orcaserve.workers.graphs import DecodeGraphs
 from orcaserve.workers.models.config import ModelConfig, read_config
@@ -56,6 +57,7 @@ class Worker:
         """Meet the other ranks, read the weights. Raises a WorkerError; what can be refused early, is."""
         self._set_threads()
         self._check_backend()
+        self._check_compile()
         model_dir = Path(self.config.model_dir)
         self.model_config = read_config(model_dir)
         refuse_unknown(self.model_config, model_dir)
@@ -94,6 +96,7 @@ class Worker:
     def allocate(self, num_blocks: int) -> None:
         self.model.attach(self.kv_shape.allocate(num_blocks, self.device))
         self.num_blocks = num_blocks
+        self.compiled = self._compile()
         self.graphs = self._capture_graphs()
         self.reset()
 
@@ -131,6 +134,7 @@ class Worker:
             device=self.device,
             drafter=PromptLookup() if config.num_speculative_tokens else None,
             graphs=self.graphs,
+            compiled=self.compiled,
         )
 
     def close(self) -> None:
@@ -168,11 +172,29 @@ class Worker:
         except BackendUnavailable as error:
             raise BackendUnusable(str(error)) from error
 
+    def _check_compile(self) -> None:
+        if self.config.torch_compile and self.config.tensor_parallel_size > 1:
+            raise CannotCompile("torch_compile: a group of several ranks is not compiled")
+        if self.config.torch_compile and self.config.device == "cpu" and cpu.available():
+            raise CannotCompile(
+                "torch_compile: on a CPU all layers are one native call, and nothing is left to compile"
+            )
+
+    def _compile(self) -> CompiledDecode | None:
+        if not self.config.torch_compile:
+            return None
+        compiled = CompiledDecode(self.model)
+        with torch.inference_mode():
+            compiled.warm_up(
+                self.config.max_num_seqs, -(-self.config.max_model_len // self.config.block_size), self.device
+            )
+        return compiled
+
     def _capture_graphs(self) -> DecodeGraphs | None:
         if self.config.device == "cpu" or self.config.enforce_eager:
             return None
         config = self.config
-        graphs = DecodeGraphs(self.model, config.max_num_seqs, config.max_model_len, self.device)
+        graphs = DecodeGraphs(self.model, config.max_num_seqs, config.max_model_len, self.device, self.compiled)
         with torch.inference_mode():
             graphs.capture()
         return graphs
