@@ -163,7 +163,7 @@ class Fleet:
             async with asyncio.timeout(limit_s):
                 await group.start()
                 complete = self._expect(group, group.incarnation)
-                await group.attach(self._service.rank_endpoint)
+                await group.while_they_answer(group.attach(self._service.rank_endpoint))
                 await self._open(group, complete)
         except GroupFailed as error:
             await self._give_up(group, str(error))

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
+from collections.abc import Coroutine
 from typing import Any
 
 import ray
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "orcaserve"
 _ADOPT_TIMEOUT_S = 10.0
+_PROCESS_START_TIMEOUT_S = 120.0
+_WATCH_PERIOD_S = 1.0
 
 
 class GroupFailed(Exception):
@@ -83,7 +86,7 @@ class Group:
         started_s = asyncio.get_running_loop().time()
         try:
             await self._place()
-            await self._load()
+            await self.while_they_answer(self._load())
         except RayError as error:
             raise GroupFailed(_reason(error)) from error
         self.load_s = asyncio.get_running_loop().time() - started_s
@@ -96,7 +99,7 @@ class Group:
         self.phase = "adopting"
         try:
             async with asyncio.timeout(_ADOPT_TIMEOUT_S):
-                self._whereabouts = await asyncio.gather(*(w.whereabouts.remote() for w in workers))
+                self._whereabouts = await self._ask_whereabouts()
                 await self.attach(endpoint)
         except (RayError, TimeoutError) as error:
             raise GroupFailed(f"could not adopt: {_reason(error)}") from error
@@ -116,6 +119,19 @@ class Group:
             raise GroupFailed(_reason(error)) from error
         self.num_kv_blocks = blocks[0]
         assert set(blocks) == {self.num_kv_blocks}, blocks
+
+    async def while_they_answer(self, work: Coroutine[Any, Any, None]) -> None:
+        """Loading may take long; a worker that is stopped, or cut off, is noticed all the same. Raises GroupFailed."""
+        working = asyncio.ensure_future(work)
+        silence = asyncio.ensure_future(self._silence())
+        try:
+            await asyncio.wait((working, silence), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise GroupFailed(silence.result())
+            working.result()
+        finally:
+            working.cancel()
+            silence.cancel()
 
     async def stop(self) -> None:
         """End every process of the group and give its place and memory back; never fails."""
@@ -147,7 +163,27 @@ class Group:
             ).remote(self._config, self._model, self._device, rank)
             for rank in range(self.size)
         ]
-        self._whereabouts = await asyncio.gather(*(w.whereabouts.remote() for w in self._workers))
+        try:
+            async with asyncio.timeout(_PROCESS_START_TIMEOUT_S):
+                self._whereabouts = await self._ask_whereabouts()
+        except TimeoutError:
+            raise GroupFailed(f"its processes were not there within {_PROCESS_START_TIMEOUT_S:g} s") from None
+
+    async def _ask_whereabouts(self) -> list[tuple[str, int]]:
+        return await asyncio.gather(*(w.whereabouts.remote() for w in self._workers))
+
+    async def _silence(self) -> str:
+        """Waits until a worker is dead or says nothing; returns which of them."""
+        limit_s = self._config.step_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._ask_whereabouts()
+            except RayError as error:
+                return _reason(error)
+            except TimeoutError:
+                return f"a worker did not answer for {limit_s:g} s while it was {self.phase or 'attached'}"
+            await asyncio.sleep(_WATCH_PERIOD_S)
 
     async def _load(self) -> None:
         self.phase = "fetching the model"

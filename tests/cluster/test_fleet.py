@@ -330,3 +330,30 @@ def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> No
     ray.get(scheduler.stop.remote(0.0))
     ray.kill(scheduler)
     until(lambda: placements() <= before, 10)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> None:
+    """An application of its own, whose first worker never gets further than loading."""
+    config = site.config.model_copy(
+        update={
+            **{"name": "stopped", "tensor_parallel_size": 1, "gpus_per_group": 0, "accelerator_type": None},
+            **{"groups": 1, "step_timeout_s": 5.0},
+        }
+    )
+    scheduler = ensure_scheduler(config, read_model_info(demo.pull("smollm2-135m")), "cpu")
+
+    def group() -> Any:
+        [group] = ray.get(scheduler.status.remote()).groups or [None]
+        return group
+
+    try:
+        until(lambda: group() is not None and group().phase == "loading weights", 60)
+        [stopped] = group().pids
+        os.kill(stopped, signal.SIGSTOP)
+        until(lambda: group().state == "ready", 60)
+        assert group().num_starts == 2
+        assert group().error == "a worker did not answer for 5 s while it was loading weights"
+        assert not Path(f"/proc/{stopped}").exists()
+    finally:
+        ray.get(scheduler.stop.remote(0.0))
+        ray.kill(scheduler)
