@@ -102,7 +102,7 @@ def trace(
 
 
 def drain(
-    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds; what still runs two before the end is moved.")] = 120.0,
+    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds; what runs longer moves just before.")] = 120.0,
     name: Annotated[str, typer.Option(help="Of the application on the Ray cluster.")] = "orcaserve",
     ray_address: Annotated[str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster of this node.")] = "auto",
 ) -> None:
