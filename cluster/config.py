@@ -106,6 +106,8 @@ class ServeConfig(AppConfig):
             raise ValueError(
                 f"gpus_per_group: {self.gpus_per_group} GPUs do not give each of {self.tensor_parallel_size} ranks one"
             )
+        if self.torch_compile and (self.tensor_parallel_size > 1 or self.device == "cpu"):
+            raise ValueError("torch_compile: only on GPUs, with one rank a group")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens: {self.max_num_batched_tokens} is less than max_num_seqs ({self.max_num_seqs})"

@@ -47,6 +47,8 @@ def test_amounts_of_memory(text: str, num_bytes: int) -> None:
         ({"port": 70_000}, "--port"),
         ({"kv_cache_memory": "lots"}, "lots"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "torch_compile": True}, "torch_compile: only on GPUs, with one rank"),
+        ({"device": "cpu", "torch_compile": True}, "torch_compile: only on GPUs"),
         ({"tensor_parallel_size": 4, "gpus_per_group": 2}, "2 GPUs do not give each of 4 ranks one"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "32 is less than max_num_seqs (64)"),
         ({"colour": "red"}, "--colour: no such option"),
