@@ -38,6 +38,12 @@ class TracedStep(msgspec.Struct):
     step_s: float
 
 
+def read_traces(paths: Sequence[Path]) -> StepLog:
+    """The steps of all of them: a log of one load says little of another one."""
+    logs = [read_trace(path) for path in paths]
+    return StepLog(**{name: [x for log in logs for x in getattr(log, name)] for name in StepLog.__struct_fields__})
+
+
 def read_trace(path: Path, group: int = 0) -> StepLog:
     """The steps of one group whose contexts are known: those after each of their slots was seen to start."""
     try:

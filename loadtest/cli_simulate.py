@@ -211,7 +211,9 @@ def fleet(
 
 @simulate_app.command()
 def calibrate(
-    trace: Annotated[Path, typer.Argument(help="What `orcaserve trace` wrote while the server was busy.")],
+    traces: Annotated[
+        list[Path], typer.Argument(help="What `orcaserve trace` wrote, under few and under many streams.")
+    ],
     model: Annotated[
         str, typer.Option(help="smollm2-135m or a model folder: the one that was served.")
     ] = "smollm2-135m",
@@ -234,7 +236,7 @@ def calibrate(
     from orcaserve.loadtest.step_time import find_device
 
     with refusals():
-        log = calibration.read_trace(trace)
+        log = calibration.read_traces(traces)
         runs = [run for path in against or () for run in report.read_json(path)]
         server = calibration.Server(
             shape=load_shape(str(model_folder(model))),

@@ -126,7 +126,14 @@ def test_a_run_is_predicted_from_the_steps_of_another(server: Server, served: Se
     assert compared.users == USERS
     assert compared.ratios == pytest.approx(dict.fromkeys(compared.ratios, 1.0), rel=1e-6)
     write_json([served.run], tmp_path / "results.json")
-    arguments = ["simulate", "calibrate", str(served.trace), "--model", str(tmp_path / "small-model")]
+    arguments = [
+        "simulate",
+        "calibrate",
+        str(served.trace),
+        str(served.trace),
+        "--model",
+        str(tmp_path / "small-model"),
+    ]
     arguments += [
         "--against",
         str(tmp_path / "results.json"),
@@ -139,6 +146,7 @@ def test_a_run_is_predicted_from_the_steps_of_another(server: Server, served: Se
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout.strip().splitlines()[-1])
     assert told["steps"]["median"] < 0.03
+    assert f"calibrated on {2 * len(served.steps)} measured steps" in told["device"]["source"]
     [ratios] = told["runs"]
     assert all(0.95 < ratio < 1.05 for ratio in ratios.values()), ratios
     assert (tmp_path / "out" / "calibration.html").stat().st_size > 10_000
