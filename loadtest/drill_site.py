@@ -36,9 +36,12 @@ class Nodes:
         }
         from ray.cluster_utils import Cluster
 
-        self._cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 8, "object_store_memory": _STORE_BYTES}
-        )
+        from orcaserve.cluster.scheduler_actor import NODE_RESOURCE
+
+        # The scheduler sits with the routers, as deploy/ has it: were it on a node that is lost, only Ray's heartbeats
+        # would notice, after 15 s.
+        head = {"num_cpus": 8, "resources": {NODE_RESOURCE: 1}, "object_store_memory": _STORE_BYTES}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._nodes: list[Any] = [self._add() for _ in range(num_nodes)]
         # Later ones come from a thread, where Ray cannot set its signal handlers: `close` ends them.
         self._cluster._shutdown_at_exit = False
