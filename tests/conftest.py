@@ -1,4 +1,4 @@
-"""Shared by the tests of all rooms: hypothesis profiles, and a rank that needs no model."""
+"""Shared by the tests of all rooms: hypothesis' profile, the order, and a rank that needs no model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,20 @@ os.environ |= {
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
 }
 
-settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
-settings.register_profile("nightly", deadline=None, max_examples=1000)
-settings.load_profile("nightly" if "nightly" in os.environ.get("PYTEST_ADDOPTS", "") else "ci")
+# Whose tests bring up Ray.
+SERVERS = ("test_e2e", "test_e2e_memory", "test_fleet", "test_ray_autoscaler", "test_serve_deploy", "test_served_cases")
+
+settings.register_profile("orcaserve", derandomize=True, deadline=None, max_examples=50)
+settings.load_profile("orcaserve")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where tests run side by side, a file stays together; those with Ray go one after the other, and begin at once."""
+    for item in items:
+        server = item.path.stem in SERVERS
+        item.add_marker(pytest.mark.xdist_group("ray" if server else f"{item.path.parent.name}/{item.path.stem}"))
+    items.sort(key=lambda item: item.path.stem not in SERVERS)
 
 
 def counted_token(prompt: list[int], position: int, choice: int = 0) -> int:
