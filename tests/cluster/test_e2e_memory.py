@@ -28,7 +28,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     tenants: Path = tmp_path_factory.mktemp("tenants") / "tenants.yaml"
     tenants.write_text("tenants: [{name: ann, keys: [key-of-ann]}, {name: ben, keys: [key-of-ben]}]")
     serving = Serving(
-        *("--dtype", "float32", "--num-threads", "1", "--max-model-len", str(NUM_BLOCKS * 16)),
+        *("--dtype", "float32", "--max-model-len", str(NUM_BLOCKS * 16)),
         *("--kv-cache-memory", str(NUM_BLOCKS * BLOCK_BYTES), "--max-num-seqs", "8"),
         *("--scheduling-policy", "priority", "--tenants-file", str(tenants)),
     )
@@ -135,14 +135,15 @@ def test_the_urgent_go_first(ann: openai.OpenAI) -> None:
             time.sleep(0.01)
 
     with ThreadPoolExecutor(3) as pool:  # 5 blocks and more; then 10 each: no two of the three fit together
-        runs = [pool.submit(run, "runs", 80, 112, 0)]
+        runs = [pool.submit(run, "first", 80, 112, 0)]
         wait_for(1, 0)
         runs.append(pool.submit(run, "patient", 150, 8, 5))
         wait_for(1, 1)
         runs.append(pool.submit(run, "urgent", 151, 8, 1))
         for each in runs:
             each.result(60)
-    assert order == ["runs", "urgent", "patient"]
+    order.remove("first")  # its chunks may reach us late
+    assert order == ["urgent", "patient"]
 
 
 def test_case_18_what_can_never_fit_is_refused_at_once(ann: openai.OpenAI) -> None:
