@@ -18,6 +18,7 @@ import msgspec
 
 from orcaserve.cluster.channel import Client, Endpoint
 from orcaserve.cluster.figures import FigureSet
+from orcaserve.cluster.stream_bell import Bell
 from orcaserve.cluster.stream_deltas import Deltas
 from orcaserve.cluster.stream_held import Held, HeldChoice, as_continued
 from orcaserve.cluster.stream_questions import Questions
@@ -70,6 +71,7 @@ class EngineStream:
         self._clock_offset_s = 0.0  # the scheduler's clock minus ours
         self._held: dict[str, tuple[Held, HeldChoice | None]] = {}  # by name on the wire; no choice: all of them
         self._questions = Questions()
+        self._bell = Bell(asyncio.get_running_loop())
         self._late: set[asyncio.TimerHandle] = set()
         self._suspects: deque[Held] = deque()  # to be said one after another
         self._on_trial: Held | None = None
@@ -131,6 +133,7 @@ class EngineStream:
         for timer in self._late:
             timer.cancel()
         self._end_all("the router is stopping")
+        self._bell.close()
         if self._client is not None:
             self._client.close()
 
@@ -180,6 +183,7 @@ class EngineStream:
         if isinstance(message, StepDeltas):
             for delta in message.deltas:
                 self._on_delta(delta)
+            self._bell.ring()
         elif isinstance(message, Accepted):
             self._on_accepted(message.request_id)
         elif isinstance(message, Refused):
@@ -213,7 +217,8 @@ class EngineStream:
             choice.finished = True
             if held.done:
                 self._release(held)
-        held.deliver(delta)
+        if held.deliver(delta):
+            self._bell.add(held)
         if held is self._on_trial:
             self._try_next_suspect()
 
@@ -375,6 +380,7 @@ class EngineStream:
         if not choice.finished:
             choice.finished = True
             held.deliver(TokenDelta(held.request.request_id, choice.index, (), finish_reason="error", error=error))
+            held.wake()
         if held.done:
             self._release(held)
 

@@ -41,15 +41,17 @@ class Held:
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
 
-    def deliver(self, delta: TokenDelta) -> None:
+    def deliver(self, delta: TokenDelta) -> bool:
+        """Put it where the reader finds it. True when nothing was there: then the reader may have to be woken."""
         arrived = self.arrived
         if not arrived:
             arrived.append(delta)
-            self.wake()  # once: its reader waits only while nothing is here
-        elif _may_merge(arrived[-1], delta):
+            return True
+        if _may_merge(arrived[-1], delta):
             arrived[-1] = _merged(arrived[-1], delta)
         else:
             arrived.append(delta)
+        return False
 
     def wake(self) -> None:
         if self.reader is not None and not self.reader.done():
