@@ -38,9 +38,13 @@ class Leaper:
         self._outbox = outbox
         self._meter = meter
         self._counters = counters
-        # Drafts, shared blocks and pauses for whole prompts make steps differ; nothing of that is foreseen here.
+        # Drafts, shared blocks and pauses for whole prompts make steps differ, and under some policies the order of
+        # what waits depends on what has run: nothing of that is foreseen here.
         self._possible = (
-            config.enable_chunked_prefill and not config.enable_prefix_caching and not config.num_speculative_tokens
+            config.enable_chunked_prefill
+            and not config.enable_prefix_caching
+            and not config.num_speculative_tokens
+            and config.scheduling_policy in ("fcfs", "priority")
         )
 
     def quiet_steps(self, group: Group) -> int:
@@ -81,7 +85,6 @@ class Leaper:
             planned_s = planned.popleft()
             group.time_step(planned_s, end_s)
             self._meter.add(num_tokens, planned_s, end_s)
-            self._queue.charge_step(batch.rows_by_tenant)
             planned.append(end_s)
             for request in batch.needing_block():
                 group.kv.append_block(request)
