@@ -120,6 +120,7 @@ class _Service:
 
         config = self._config
         quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)  # the router writes its own lines
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would say "ready" before the model is
         http = {"host": config.host, "port": config.port}
         try:
             serve.start(http_options=http, logging_config=quiet)
@@ -127,7 +128,6 @@ class _Service:
             self._say(f"Ray Serve's HTTP proxy did not start, waiting for its next: {_last_line(error)}")
             serve.start(http_options=http, logging_config=quiet)  # finds the controller, which starts another proxy
         app = build(config.model_dump(mode="json"))
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)  # it would say "ready" before the model is
         serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
 
     def _wait_ready(self) -> None:
