@@ -61,7 +61,7 @@ def test_one_call_an_operation_computes_the_same(tiny, family, size):
     ("num_heads", "num_kv_heads", "size"),
     [(9, 3, 2), (9, 3, 4), (8, 8, 3), (4, 1, 4)],
 )
-def test_ranks_need_not_divide_the_heads(tiny, num_heads, num_kv_heads, size):
+def test_case_32_ranks_need_not_divide_the_heads(tiny, num_heads, num_kv_heads, size):
     fields = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "hidden_size": 72}
     assert_equals_transformers(*tiny("llama", **fields), size)
 
@@ -86,7 +86,7 @@ def test_rope_scaling(tiny, rope):
     assert_equals_transformers(*tiny("llama", rope_parameters={"rope_theta": 10_000.0, **rope}), 1)
 
 
-def test_tied_heads(tiny):
+def test_case_33_tied_heads(tiny):
     assert_equals_transformers(*tiny("llama", tie_word_embeddings=True), 2)
 
 

@@ -122,7 +122,7 @@ def test_a_missing_tensor(checkpoint):
     assert refusal(checkpoint).tensor == QUERY
 
 
-def test_an_untied_model_without_a_head(checkpoint):
+def test_case_33_an_untied_model_without_a_head(checkpoint):
     change_weights(checkpoint, lambda weights: weights.pop("lm_head.weight"))
     assert refusal(checkpoint).tensor == "lm_head.weight"
 
