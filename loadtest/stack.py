@@ -133,12 +133,16 @@ def measure(case: StackCase, model_dir: Path, tokens_per_stream: int, rounds: in
 
 
 def _measure_once(url: str, case: StackCase, pids: dict[str, list[int]], tokens_per_stream: int) -> StackRow:
-    before = {part: sum(map(cpu_s, found)) for part, found in pids.items()}
+    before = {pid: cpu_s(pid) for found in pids.values() for pid in found}
     own = time.process_time()
     result = _load(url, case.streams, tokens_per_stream)
     s = result.summary
     tokens = max(1, s.output_tokens)
-    cpu = {part: (sum(map(cpu_s, found)) - before[part]) / tokens * 1e6 for part, found in pids.items()}
+    cpu = {
+        # An HAProxy that was replaced during the run has no time left to show.
+        part: sum(max(0.0, cpu_s(pid) - before[pid]) for pid in found) / tokens * 1e6
+        for part, found in pids.items()
+    }
     cpu["client"] = (time.process_time() - own) / tokens * 1e6
     return StackRow(
         case,
