@@ -19,6 +19,8 @@ nightly: $(venv)/.installed
 	$(bin)/python -m pytest -m nightly $(ARGS)
 
 bench: $(venv)/.installed
+	$(bin)/python -m orcaserve.engine.bench
+	$(bin)/python -m orcaserve.kernels.bench
 	$(bin)/orcaserve loadtest bench $(ARGS)
 
 drill: $(venv)/.installed

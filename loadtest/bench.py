@@ -24,12 +24,14 @@ from orcaserve.loadtest.arrivals import ClosedLoop
 from orcaserve.loadtest.http_stream import HttpFault, ServerFailed, StreamClient
 from orcaserve.loadtest.prompts import PromptMaker
 from orcaserve.loadtest.run import Generator, Progress, RunConfig, RunResult
-from orcaserve.loadtest.serving import Serving
+from orcaserve.loadtest.serving import Serving, cpu_s
 from orcaserve.loadtest.start import measure_start
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
+CACHED_TOKENS = 1000
 IN_FLIGHT = (1, 16, 64)
 OVERHEAD_IN_FLIGHT = 16
+SERVING_PARTS = ("ray::SchedulerActor", "ray::ServeReplica", "/haproxy ")
 PEER_START_TIMEOUT_S = 600.0
 
 
@@ -163,6 +165,20 @@ def served_rows(runs: dict[int, list[list[RunResult]]], peer: str) -> list[Bench
     return rows
 
 
+def cached_prefix_row(url: str) -> BenchRow:
+    """First tokens of long prompts that come one by one, and of the same ones when they come again."""
+    count, seed = 7, 30_000
+    requests = workload.build(workload.WorkloadSpec(count, workload.fixed(CACHED_TOKENS, 8), seed))
+    unseen_ms, again_ms = (
+        asyncio.run(
+            Generator(RunConfig(base_url=url, seed=seed), Progress(count)).run(requests, ClosedLoop(1))
+        ).summary.ttft_ms["p50"]
+        for _ in range(2)
+    )
+    name = f"TTFT p50 ms, {CACHED_TOKENS:,} prompt tokens known"
+    return BenchRow(name, again_ms, unseen_ms, "new ones", again_ms / unseen_ms, "", None)
+
+
 def start_row(options: Sequence[str], peer_start_s: float | None) -> BenchRow:
     """From the command to the first token, the model cached."""
     own = float(measure_start(tuple(options), idle_s=1.0)["first_token_s"])
@@ -193,7 +209,8 @@ def stack_rows(model_dir: Path, rounds: int) -> list[BenchRow]:
 
 
 def overhead_row(runs: Sequence[RunResult], model_dir: Path, num_threads: int) -> BenchRow:
-    """What serving adds to a step at 16 in flight: the gap between tokens over HTTP against the step alone."""
+    """The gap between tokens over HTTP at 16 in flight against the step alone: what everything else on the machine
+    adds to a step, load generator and Ray's own processes counted."""
     gaps = statistics.median(r.summary.itl_ms["p50"] for r in runs)
     spec = study.StudySpec(
         users=OVERHEAD_IN_FLIGHT,
@@ -218,9 +235,20 @@ def overhead_row(runs: Sequence[RunResult], model_dir: Path, num_threads: int) -
     step_ms = statistics.median(decodes) * 1e3
     aim = Aim(0.1, False)
     share = 1 - step_ms / gaps
-    return BenchRow(
-        "serving's share of a step, 16 in flight", gaps, step_ms, "the step alone, ms", share, str(aim), aim.met(share)
-    )
+    name = "gap between tokens, 16 in flight, ms: all but the step"
+    return BenchRow(name, gaps, step_ms, "the step alone, ms", share, str(aim), aim.met(share))
+
+
+def serving_cpu_row(server: Serving) -> BenchRow:
+    """The processor time that scheduler, router and proxy use in a run, whose steps follow one another."""
+    own = [pid for pid, command in server.processes().items() if any(part in command for part in SERVING_PARTS)]
+    before, began = sum(map(cpu_s, own)), time.monotonic()
+    load(server.url, OVERHEAD_IN_FLIGHT, seed=20_000)
+    wall_s = time.monotonic() - began
+    used_s = sum(map(cpu_s, own)) - before
+    aim, share = Aim(0.1, False), used_s / wall_s
+    name = "CPU time of scheduler, router and proxy, 16 in flight, s"
+    return BenchRow(name, used_s, wall_s, "the run, s", share, str(aim), aim.met(share))
 
 
 def as_table(rows: Sequence[BenchRow]) -> list[list[str]]:
@@ -267,8 +295,11 @@ def run(
                 lambda r: say(f"{r.label}, {r.arrivals}: {r.summary.output_throughput:.1f} tokens/s"),
                 IN_FLIGHT if compares else (OVERHEAD_IN_FLIGHT,),
             )
-        if compares:
-            rows += served_rows(runs, "vLLM" if peer_venv is not None and not peer_url else peer_url)
+            if compares:
+                rows += served_rows(runs, "vLLM" if peer_venv is not None and not peer_url else peer_url)
+                rows.append(cached_prefix_row(own.url))
+            if "overhead" in parts:
+                rows.append(serving_cpu_row(own))
         if "overhead" in parts:
             say("measuring the step alone")
             rows.append(overhead_row(runs[OVERHEAD_IN_FLIGHT][0], model_dir, num_threads))

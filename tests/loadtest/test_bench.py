@@ -3,7 +3,7 @@
 import pytest
 
 from orcaserve.loadtest import bench
-from orcaserve.loadtest.bench import Aim, BenchRow, as_table, in_turns, load, served_rows
+from orcaserve.loadtest.bench import Aim, BenchRow, as_table, cached_prefix_row, in_turns, load, served_rows
 from orcaserve.loadtest.http_stream import ServerFailed
 
 
@@ -49,6 +49,16 @@ def test_without_a_peer_there_is_no_ratio(make_peer, monkeypatch) -> None:
     rows = served_rows(in_turns([make_peer(gap_s=0.002).url], 1, lambda _result: None), "")
     assert {(row.ratio, row.met) for row in rows} == {(None, None)}
     assert all(row.ours > 0 for row in rows)
+
+
+def test_known_prompts_are_the_ones_that_came_before(make_peer) -> None:
+    peer = make_peer(gap_s=0.001)
+    row = cached_prefix_row(peer.url)
+    prompts = [body["prompt"] for body in peer.bodies]
+    assert prompts[:7] == prompts[7:]
+    assert len({tuple(prompt) for prompt in prompts}) == 7
+    assert {len(prompt) for prompt in prompts} == {1000}
+    assert row.ratio == row.ours / row.other
 
 
 def test_a_run_with_failures_gives_no_figures(make_peer) -> None:
