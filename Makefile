@@ -13,7 +13,7 @@ serve: $(venv)/.installed
 	@exec $(bin)/orcaserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(venv)/.installed
-	$(bin)/python -m pytest -m "not nightly" -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(bin)/python -m pytest -m "not nightly" -n 2 --no-loadscope-reorder $(ARGS)
 
 nightly: $(venv)/.installed
 	$(bin)/python -m pytest -m nightly $(ARGS)

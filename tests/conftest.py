@@ -6,6 +6,8 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,13 +32,22 @@ settings.register_profile("orcaserve", derandomize=True, deadline=None, max_exam
 settings.load_profile("orcaserve")
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where tests run side by side, a file stays together; those with Ray go one after the other, and begin at once."""
-    for item in items:
-        server = item.path.stem in SERVERS
-        item.add_marker(pytest.mark.xdist_group("ray" if server else f"{item.path.parent.name}/{item.path.stem}"))
+    """Those with Ray begin at once."""
     items.sort(key=lambda item: item.path.stem not in SERVERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run side by side, a file stays together, and those with Ray go one after the other."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ray" if Path(file).stem in SERVERS else file
+
+    return ByFile(config, log)
 
 
 def counted_token(prompt: list[int], position: int, choice: int = 0) -> int:
