@@ -30,6 +30,7 @@ HEARTBEAT_INTERVAL_MS = 2000
 HEARTBEAT_TIMEOUT_MS = 12_000
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 MAX_UNSENT_MESSAGES = 4096  # per peer; one that lets more pile up is taken for dead
+LINGER_MS = 200  # how long what was sent before a close may take to leave
 _BATCH = 128  # messages handled before the event loop gets a turn
 _CLIENT_ENDS = (
     zmq.EVENT_DISCONNECTED
@@ -129,7 +130,7 @@ class Server(Generic[In]):
         self._peer_at.clear()
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(200)
+        self._socket.close()
         self._zap.close(0)
         self._context.term()
 
@@ -210,7 +211,7 @@ class Client(Generic[In]):
         self._inbox.wake()
         return True
 
-    def close(self, linger_ms: int = 200) -> None:
+    def close(self, linger_ms: int = LINGER_MS) -> None:
         """Messages already sent get `linger_ms` to leave."""
         if self.alive:
             self.alive = False
@@ -330,7 +331,7 @@ def _connect(endpoint: Endpoint) -> tuple[zmq.Context, zmq.Socket, zmq.Socket]:
     return context, socket, monitor
 
 
-def _disconnect(context: zmq.Context, socket: zmq.Socket, monitor: zmq.Socket, linger_ms: int = 200) -> None:
+def _disconnect(context: zmq.Context, socket: zmq.Socket, monitor: zmq.Socket, linger_ms: int = LINGER_MS) -> None:
     socket.disable_monitor()
     monitor.close(0)
     socket.close(linger_ms)
@@ -338,6 +339,9 @@ def _disconnect(context: zmq.Context, socket: zmq.Socket, monitor: zmq.Socket, l
 
 
 def _set_limits(socket: zmq.Socket) -> None:
+    # Before bind: connections that are let in take it from there, whatever close() says later, and without it a
+    # message to a peer that is just going would hold up the context's end for ever.
+    socket.linger = LINGER_MS
     socket.heartbeat_ivl = HEARTBEAT_INTERVAL_MS
     socket.heartbeat_timeout = HEARTBEAT_TIMEOUT_MS
     socket.sndhwm = MAX_UNSENT_MESSAGES

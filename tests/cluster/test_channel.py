@@ -238,26 +238,31 @@ def test_a_thread_reads_all_before_it_is_told_of_the_end() -> None:
     run(test)
 
 
+def test_an_end_is_not_held_up_by_a_peer_that_goes_at_the_same_moment() -> None:
+    """Without a linger time on the listening socket one round in some 300 never ended."""
+
+    async def once() -> None:
+        side = Side()
+        client: Client[Any] = Client(side.server.endpoint, Message, lambda _: None, lambda: None)  # type: ignore[arg-type]
+        client.send(Ping(0))
+        await until(lambda: len(side.got) == 1)
+        client.close()
+        side.server.send(side.got[0][0], Pong(1))
+        side.server.close()
+
+    async def often() -> None:
+        for _ in range(500):
+            await once()
+
+    thread = threading.Thread(target=lambda: asyncio.run(often()), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_keys_do_not_show() -> None:
     endpoint = Endpoint("tcp://127.0.0.1:1", b"server", b"public", b"secret")
     assert "secret" not in f"{endpoint} {endpoint!r}"
-
-
-def test_a_message_costs_tens_of_microseconds() -> None:
-    async def test(side: Side) -> None:
-        client: Client[Any] = Client(side.server.endpoint, Message, lambda _: None, lambda: None)  # type: ignore[arg-type]
-        best = float("inf")
-        for _ in range(5):
-            side.got.clear()
-            started_s = time.perf_counter()
-            for i in range(1000):
-                client.send(Ping(i, b"x" * 200))
-            await until(lambda: len(side.got) == 1000)
-            best = min(best, (time.perf_counter() - started_s) / 1000)
-        assert best < 200e-6  # 15 us when the machine is idle
-        client.close()
-
-    run(test)
 
 
 def test_nobody_there() -> None:
