@@ -41,6 +41,11 @@ class Held:
     def done(self) -> bool:
         return all(choice.finished for choice in self.choices)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompt and its answers so far."""
+        return len(self.request.prompt_token_ids) + sum(len(choice.ids) for choice in self.choices)
+
     def deliver(self, delta: TokenDelta) -> bool:
         """Put it where the reader finds it. True when nothing was there: then the reader may have to be woken."""
         arrived = self.arrived

@@ -89,7 +89,7 @@ class Request:
         self.priority = request.priority
         self.deadline_s = request.deadline_s
         self.sampling = sampling
-        self.sequence = sequence  # order of arrival; kept through preemption and group loss
+        self.sequence = sequence  # order of arrival; streams of a lost group share theirs out anew
         self.arrival_s = arrival_s
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]

@@ -51,13 +51,17 @@ class Scheduler(Desk):
     def remove_group(self, group_id: int, now_s: float) -> Deltas:
         """It is lost (or drained): its requests wait again, in their old places, with the ids that they have.
 
+        Streams under way share their places out anew, shortest first: each is computed again from its start, and so
+        most of them go on soonest.
         A request that has lost `max_group_losses` groups in a row without a token in between is taken for the cause
         and ends with "error"; draining is nobody's fault. Results still in flight count for nothing.
         """
         group = self._groups.pop(group_id, None)
         if group is None:
             return self._outbox.take()
-        for request in [*group.running, *group.forks]:
+        lost = [*group.running, *group.forks]
+        _shortest_first([request for request in lost if request.reported])
+        for request in lost:
             group.unseat(request)
             request.state = State.WAITING
             request.prompt_logprobs = []
@@ -179,3 +183,9 @@ class Scheduler(Desk):
         for group in self._groups.values():
             group.check_invariants()
             assert all(id(request) in here for request in [*group.running, *group.forks]), "a request runs unknown"
+
+
+def _shortest_first(requests: Sequence[Request]) -> None:
+    places = sorted(request.sequence for request in requests)
+    for request, place in zip(sorted(requests, key=lambda request: request.num_tokens), places, strict=True):
+        request.sequence = place

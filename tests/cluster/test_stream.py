@@ -267,6 +267,23 @@ def test_streams_survive_the_scheduler(counting_ranks: Callable[..., CountingRan
     run(test)
 
 
+def test_streams_are_said_again_shortest_first(counting_ranks: Callable[..., CountingRank]) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            await here.group(held=True)
+            stream = await here.stream()
+            under_way = [await stream.submit(request(f"r{n}", [1] * n, 1900)) for n in (30, 10, 40, 20)]
+            here.restart()
+            await eventually(lambda: here.service.scheduler.num_waiting == 4)
+            [rank] = await here.group(incarnation="b")
+            await eventually(lambda: here.service.scheduler.num_waiting == 0 and rank.num_steps > 0)
+            said = [new.num_prompt_tokens for plan in rank.plans for new in plan.new_slots]
+            assert said == [10, 20, 30, 40]
+            assert stream.num_held == len(under_way)
+
+    run(test)
+
+
 class FragileService(SchedulerService):
     """A scheduler with a bug: one prompt is the end of it."""
 

@@ -50,6 +50,22 @@ def test_requests_of_a_lost_group_go_on_elsewhere_without_a_lost_or_repeated_tok
     assert harness.scheduler.stats().num_migrations > 0
 
 
+def test_streams_of_a_lost_group_go_on_shortest_first_and_before_those_that_came_later() -> None:
+    harness = Harness(model=NO_EOS, max_num_batched_tokens=16, long_prefill_token_threshold=16)
+    for seed, length in enumerate((30, 10, 20)):
+        harness.add(prompt(length, seed), 30)
+    for _ in range(10):
+        harness.round()
+    harness.add(prompt(5, 9), 30)  # had not begun
+    harness.lose_group(0)
+    harness.add_group(0, 64)
+    before = len(harness.deltas)
+    harness.run()
+    harness.assert_solo()
+    order = list(dict.fromkeys(delta.request_id for delta in harness.deltas[before:]))
+    assert order == ["r1", "r2", "r0", "r3"]
+
+
 def test_a_late_result_of_a_lost_group_is_dropped() -> None:
     harness = Harness(num_groups=1, model=NO_EOS)
     harness.add(prompt(6), 5)
