@@ -4,154 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
-from rank_groups import generate, greedy, make_group, token_ids
+from grammar_bench import EOS, NUM_PADDING, SCHEMA, SPECIAL, Bench
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from tokenizers.trainers import BpeTrainer
 
 from orcaserve.engine.config import SchedulerConfig
-from orcaserve.engine.messages import GenerateRequest, NewSlot, StepPlan, StepResult, TokenDelta
+from orcaserve.engine.messages import GenerateRequest, NewSlot, StepResult
 from orcaserve.engine.sampling import Grammar, SamplingParams
 from orcaserve.engine.scheduler import Scheduler
-from orcaserve.workers.config import WorkerConfig
-from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits, GrammarSlots, ebnf_of_choices
-from orcaserve.workers.sampler import Sampled, Sampler
-from orcaserve.workers.slots import SlotTable
-from orcaserve.workers.worker import Worker
-
-EOS = 0
-SPECIAL = "<|start|>"
-NUM_PADDING = 7  # ids of the model that the tokenizer does not have
-CORPUS = [
-    '{"name": "Ada", "age": 36, "tags": ["a", "b"], "ok": true, "none": null}',
-    "yes no maybe 12.5e-3 [1, 2]",
-] * 20
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", None]}, "minItems": 1, "maxItems": 3},
-        "ok": {"type": "boolean"},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    trainer = BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>", SPECIAL], initial_alphabet=ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(file))
-    return file
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_file: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(tokenizer_file))
-
-
-@pytest.fixture
-def bench(tokenizer_file: Path, tokenizer: Tokenizer) -> Iterator[Bench]:
-    bench = Bench(tokenizer_file, tokenizer, GrammarLimits())
-    yield bench
-    bench.sampler.close()
-
-
-def hold(compiler: GrammarCompiler) -> threading.Event:
-    event = threading.Event()
-    for _ in range(compiler.pool._max_workers):
-        compiler.pool.submit(event.wait, 60)
-    return event
-
-
-class Bench:
-    def __init__(self, tokenizer_file: Path, tokenizer: Tokenizer, limits: GrammarLimits) -> None:
-        self.tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size() + NUM_PADDING
-        self.slots = SlotTable(8, max_model_len=800, block_size=16)
-        compiler = GrammarCompiler(tokenizer_file, self.vocab_size, (EOS,), limits)
-        self.sampler = Sampler(self.slots, self.vocab_size, (EOS,), torch.device("cpu"), compiler)
-
-    def take(
-        self,
-        slot: int,
-        grammar: Grammar | None,
-        output: list[int] | None = None,
-        wait_for_grammar: bool = True,
-        **params: Any,
-    ) -> None:
-        sampling = SamplingParams(max_tokens=700, grammar=grammar, **{"seed": slot, **params})
-        ids = np.array([5, 6, 7, *(output or [])], np.int32)
-        new = NewSlot(slot, ids.tobytes(), 3, sampling)
-        self.slots.apply_plan(StepPlan(0, [slot], [new], b"", b"", [], [], b""))
-        self.sampler.free(slot)
-        self.sampler.add(new)
-        if grammar is not None and wait_for_grammar:
-            self.await_grammar(slot)
-
-    @property
-    def grammars(self) -> GrammarSlots:
-        assert self.sampler.grammars is not None
-        return self.sampler.grammars
-
-    def await_grammar(self, slot: int) -> None:
-        wait([self.grammars._compiled[slot]])
-
-    def hold_compiler(self) -> threading.Event:
-        """Keep the compiler's threads busy until the event is set."""
-        return hold(self.grammars.compiler)
-
-    def logits(self, slot: int, extra: int = 0) -> torch.Tensor:
-        """Noise that depends on the slot's history, with a liking for the end."""
-        history = self.slots.token_ids[slot, : self.slots.num_tokens[slot] + extra]
-        seed = int((history * np.arange(1, len(history) + 1)).sum())
-        logits = torch.randn(1, self.vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
-        logits[0, EOS] = 6.0
-        return logits
-
-    def step(self, *slots: int) -> Sampled:
-        rows = np.array(slots, np.int32)
-        self.sampler.prepare(rows)
-        sampled = self.sampler.sample(torch.cat([self.logits(slot) for slot in slots]), rows)
-        self.slots.append(rows[sampled.num_tokens > 0], sampled.token_ids)
-        return sampled
-
-    def output(self, slot: int) -> list[int]:
-        return self.slots.token_ids[slot, 3 : self.slots.num_tokens[slot]].tolist()
-
-    def finish(self, *slots: int) -> list[str]:
-        """Step until each of these has ended; their texts."""
-        going = set(slots)
-        for _ in range(600):
-            assert self.step(*sorted(going)).failed == {}
-            going -= {slot for slot in going if self.output(slot)[-1] == EOS}
-            if not going:
-                return [self.text(slot) for slot in slots]
-        raise AssertionError(f"slots {going} do not end: {self.text(next(iter(going)))!r}")
-
-    def text(self, slot: int) -> str:
-        ids = self.output(slot)
-        return self.tokenizer.decode(ids[: ids.index(EOS)] if EOS in ids else ids)
+from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits, ebnf_of_choices
+from orcaserve.workers.sampler import Sampler
 
 
 class TestOutputFollowsTheGrammar:
@@ -357,108 +224,6 @@ class TestFailures:
         assert params is not None
         sampler.add(NewSlot(0, np.array([5, 6, 7], np.int32).tobytes(), 3, params))
         assert "no tokenizer" in sampler.sample(bench.logits(0), np.array([0])).failed[0]
-
-
-class TestAGrammarThatIsLate:
-    """Its slot is left out of the step; nobody else waits."""
-
-    def test_others_are_sampled_as_if_they_were_alone(self, bench: Bench) -> None:
-        bench.take(1, None, temperature=1.0)
-        alone = [int(bench.step(1).token_ids[0]) for _ in range(5)]
-        event = bench.hold_compiler()
-        bench.take(0, Grammar("choice", '["yes"]'), wait_for_grammar=False, logprobs=1)
-        bench.take(1, None, temperature=1.0)
-        for token in alone:
-            sampled = bench.step(0, 1)
-            assert sampled.num_tokens.tolist() == [0, 1]
-            assert sampled.token_ids.tolist() == [token]
-            assert sampled.failed == sampled.logprobs == {}
-        event.set()
-        bench.await_grammar(0)
-        assert bench.finish(0) == ["yes"]
-
-    def test_beside_a_slot_that_verifies_a_draft(self, bench: Bench) -> None:
-        bench.take(1, None, temperature=0.0)
-        event = bench.hold_compiler()
-        bench.take(0, Grammar("choice", '["yes"]'), wait_for_grammar=False)
-        draft = np.array([int(bench.logits(1).argmax()), 9], np.int32)
-        logits = torch.cat([bench.logits(0), bench.logits(1), bench.logits(1), bench.logits(1)])
-        sampled = bench.sampler.verify(logits, np.array([0, 1]), [np.zeros(0, np.int32), draft])
-        assert sampled.num_tokens.tolist()[0] == 0
-        assert sampled.token_ids.tolist()[0] == draft[0]
-        assert len(sampled.token_ids) == sampled.num_tokens.sum()
-        event.set()
-
-    def test_it_fails_once_its_time_is_over(self, bench: Bench) -> None:
-        now = 0.0
-        bench.grammars.clock = lambda: now
-        event = bench.hold_compiler()
-        bench.take(0, Grammar("choice", '["yes"]'), wait_for_grammar=False)
-        bench.take(1, None)
-        assert bench.step(0, 1).failed == {}
-        now = bench.grammars.compiler.limits.compile_timeout_s + 0.1
-        sampled = bench.step(0, 1)
-        assert "longer than 10 s" in sampled.failed[0]
-        assert sampled.num_tokens.tolist() == [1, 1]
-        event.set()
-
-    def test_through_scheduler_and_worker(self, tiny: Callable[..., tuple[Path, Any]], tokenizer_file: Path) -> None:
-        """The other stream has its token at every step; in the end all is as if the grammar had been there."""
-        folder, _ = tiny("llama", vocab_size=420)
-        (folder / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
-        grammar = Grammar("json_schema", json.dumps(SCHEMA))
-        requests = [
-            greedy("free", [5, 6, 7], 40),
-            GenerateRequest("held", (5, 6, 7), SamplingParams(200, 3, grammar=grammar)),
-            GenerateRequest(
-                "short", tuple(range(5, 37)), SamplingParams(1, 4, grammar=grammar, prompt_logprobs=0), n=2
-            ),
-        ]
-        expected = {size: generate(make_group(folder, size), requests, max_steps_in_flight=2) for size in (1, 2)}
-        assert texts(expected[1]) == texts(expected[2])
-
-        config = WorkerConfig(
-            model_dir=str(folder), dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64
-        )
-        worker = Worker(config, 0, "")
-        worker.load()
-        worker.allocate(64)
-        assert worker.sampler is not None
-        assert worker.sampler.grammars is not None
-        event = hold(worker.sampler.grammars.compiler)
-        found: dict[str, list[TokenDelta]] = {"free": [], "held": [], "short": []}
-        scheduler = Scheduler(
-            SchedulerConfig(max_model_len=256, eos_token_ids=(), max_num_batched_tokens=64, max_steps_in_flight=2)
-        )
-        scheduler.add_group(0, 64)
-        for request in requests:
-            scheduler.add(request, 0.0)
-        num_steps = 0
-        while scheduler.has_work(0):
-            plans = []
-            while (plan := scheduler.schedule(0, 0.0)) is not None:
-                plans.append(plan)
-            for plan in plans:
-                num_steps += 1
-                for deltas in scheduler.apply(0, worker.step(plan), 0.0).values():
-                    for delta in deltas:
-                        found[delta.request_id].append(delta)
-                scheduler.check_invariants()
-                assert len(token_ids(found["free"])) == min(num_steps, 40)
-            if num_steps == 20:
-                assert found["held"] == found["short"] == []
-                event.set()
-        worker.close()
-        assert texts(found) == texts(expected[1])
-        assert [len(d.prompt_logprobs) for d in found["short"] if d.prompt_logprobs] == [32]
-
-
-def texts(found: dict[str, list[TokenDelta]]) -> dict[str, list[tuple[int, list[int]]]]:
-    """By request and choice."""
-    return {
-        name: [(c, token_ids([d for d in deltas if d.choice_index == c])) for c in {d.choice_index for d in deltas}]
-        for name, deltas in found.items()
-    }
 
 
 class TestCompiler:
