@@ -21,7 +21,7 @@ import msgspec
 from orcaserve.cluster.local import free_port
 from orcaserve.loadtest import stack, study, table, workload
 from orcaserve.loadtest.arrivals import ClosedLoop
-from orcaserve.loadtest.http_stream import HttpFault, ServerFailed, StreamClient
+from orcaserve.loadtest.http_stream import ServerFailed, first_answer
 from orcaserve.loadtest.prompts import PromptMaker
 from orcaserve.loadtest.run import Generator, Progress, RunConfig, RunResult
 from orcaserve.loadtest.serving import Serving, cpu_s
@@ -81,7 +81,8 @@ def vllm_serving(venv: Path, model_dir: Path) -> Iterator[tuple[str, float]]:
     )
     try:
         url = f"http://127.0.0.1:{port}"
-        asyncio.run(_first_token(url, "peer", lambda: process.poll() is not None))
+        body = msgspec.json.encode({"model": "peer", "prompt": [1000] * 4, "max_tokens": 1, "stream": True})
+        asyncio.run(first_answer(url, body, PEER_START_TIMEOUT_S, lambda: process.poll() is not None))
         yield url, time.monotonic() - began
     finally:
         os.killpg(process.pid, signal.SIGINT)
@@ -90,26 +91,6 @@ def vllm_serving(venv: Path, model_dir: Path) -> Iterator[tuple[str, float]]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-async def _first_token(url: str, model: str, has_died: Callable[[], bool]) -> None:
-    body = msgspec.json.encode({"model": model, "prompt": [1000] * 4, "max_tokens": 1, "stream": True})
-    deadline = time.monotonic() + PEER_START_TIMEOUT_S
-    while True:
-        client = StreamClient(url)
-        try:
-            status, _ = await client.post("/v1/completions", body, lambda _data, _at: True)
-            if status == 200:
-                return
-        except (HttpFault, OSError):
-            pass
-        finally:
-            client.close()
-        if has_died():
-            raise ServerFailed(f"the peer ended before it answered at {url}")
-        if time.monotonic() > deadline:
-            raise ServerFailed(f"the peer does not answer at {url} after {PEER_START_TIMEOUT_S:g} s")
-        await asyncio.sleep(0.5)
 
 
 def load(url: str, users: int, seed: int) -> RunResult:

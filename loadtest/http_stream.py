@@ -257,3 +257,23 @@ class StreamClient:
             lambda: Connection(self._clock), self._host, self._port, ssl=self._tls
         )
         return connection
+
+
+async def first_answer(url: str, body: bytes, timeout_s: float, has_died: Callable[[], bool] = lambda: False) -> None:
+    """Wait until a server that is starting answers this completion. Raises ServerFailed."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        client = StreamClient(url)
+        try:
+            status, _ = await client.post("/v1/completions", body, lambda _data, _at: True)
+            if status == 200:
+                return
+        except (HttpFault, OSError):
+            pass
+        finally:
+            client.close()
+        if has_died():
+            raise ServerFailed(f"the server ended before it answered at {url}")
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"no answer at {url} after {timeout_s:g} s")
+        await asyncio.sleep(0.2)

@@ -24,7 +24,7 @@ import msgspec
 from orcaserve.cluster.local import free_port
 from orcaserve.loadtest import workload
 from orcaserve.loadtest.arrivals import ClosedLoop
-from orcaserve.loadtest.http_stream import HttpFault, ServerFailed, StreamClient
+from orcaserve.loadtest.http_stream import ServerFailed, first_answer
 from orcaserve.loadtest.run import Generator, Progress, RunConfig, RunResult
 from orcaserve.loadtest.serving import cpu_s, processes_under
 
@@ -85,7 +85,8 @@ def running(case: StackCase, model_dir: Path) -> Iterator[tuple[str, dict[str, l
             complaints.seek(0)
             raise ServerFailed(f"{case.kind} did not start: {complaints.read().decode(errors='replace')[-2000:]}")
         url = f"http://127.0.0.1:{port}"
-        asyncio.run(_answering(url))
+        body = json.dumps({"prompt": [300] * 4, "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
+        asyncio.run(first_answer(url, body, START_TIMEOUT_S))
         yield url, pids | _serve_parts(process.pid)
     finally:
         process.send_signal(signal.SIGINT)
@@ -105,24 +106,6 @@ def _serve_parts(root: int) -> dict[str, list[int]]:
             if mark in command:
                 parts.setdefault(part, []).append(pid)
     return parts
-
-
-async def _answering(url: str) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    body = json.dumps({"prompt": [300] * 4, "max_tokens": 2, "stream": True, "ignore_eos": True}).encode()
-    while True:
-        client = StreamClient(url)
-        try:
-            status, _ = await client.post("/v1/completions", body, lambda _data, _at: True)
-            if status == 200:
-                return
-        except (HttpFault, OSError):
-            pass
-        finally:
-            client.close()
-        if time.monotonic() > deadline:
-            raise ServerFailed(f"{url} does not answer after {START_TIMEOUT_S:g} s")
-        await asyncio.sleep(0.2)
 
 
 def measure(case: StackCase, model_dir: Path, tokens_per_stream: int, rounds: int) -> list[StackRow]:
