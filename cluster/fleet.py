@@ -98,7 +98,7 @@ class Fleet:
     def _add(self, group_id: int, survivors: Survivors) -> Group:
         group = self.groups[group_id] = Group(group_id, self._config, self._model, self._device)
         keeper = self._keepers[group_id] = asyncio.get_running_loop().create_task(self._keep(group, survivors))
-        keeper.add_done_callback(_report_bug)
+        keeper.add_done_callback(report_bug)
         return group
 
     async def _keep(self, group: Group, survivors: Survivors) -> None:
@@ -113,17 +113,21 @@ class Fleet:
             ready, num_failures = False, 0
             group.state = "ready"
             group.error = await self._lost[group.group_id]
-            group.state = "dead"
             self.num_losses += 1
+            if group.state == "draining":
+                return  # its retirement ends what is left of it
+            group.state = "dead"
             await group.stop()
 
     def _retire_soon(self, group: Group, drain_s: float) -> None:
         was_ready = group.state == "ready"
         group.state = "draining"
+        if not was_ready:
+            self._keepers[group.group_id].cancel()  # now: it would start it again
         retirement = asyncio.get_running_loop().create_task(self._retire(group, was_ready, drain_s))
         self._retirements.add(retirement)
         retirement.add_done_callback(self._retirements.discard)
-        retirement.add_done_callback(_report_bug)
+        retirement.add_done_callback(report_bug)
 
     async def _retire(self, group: Group, was_ready: bool, drain_s: float) -> None:
         """Let what it runs finish for a while; the rest moves to other groups."""
@@ -216,7 +220,7 @@ def _forget_size() -> None:
     internal_kv._internal_kv_del(_size_key())
 
 
-def _report_bug(task: asyncio.Task[None]) -> None:
+def report_bug(task: asyncio.Task[None]) -> None:
     """Raise what a task did not expect to happen, so that the loop's exception handler sees it."""
     if not task.cancelled():
         task.result()

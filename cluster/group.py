@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections import defaultdict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
@@ -59,6 +59,7 @@ class Group:
         self._device = device
         self._placement: PlacementGroup | None = None
         self._workers: list[ActorHandle] = []
+        self._creating: asyncio.Future[None] | None = None
         self._whereabouts: list[tuple[str, int]] = []
 
     @property
@@ -136,6 +137,9 @@ class Group:
     async def stop(self) -> None:
         """End every process of the group and give its place and memory back; never fails."""
         self.num_kv_blocks = 0
+        if self._creating is not None:
+            await asyncio.wait((self._creating,))
+            self._creating.exception()  # whoever waited for it knows
         workers, self._workers = self._workers, []
         placement, self._placement = self._placement, None
         self._whereabouts = []
@@ -143,31 +147,41 @@ class Group:
 
     async def _place(self) -> None:
         self.phase = "placing"
-        name = self._name(self.incarnation)
-        placement: PlacementGroup = await asyncio.to_thread(
-            placement_group, [self._bundle()] * self.size, strategy="STRICT_PACK", name=name, lifetime="detached"
-        )
-        self._placement = placement
-        await placement.ready()
+        await self._create(self._create_placement)
+        assert self._placement is not None
+        await self._placement.ready()
         self.phase = "starting workers"
-        actor: Any = ray.remote(WorkerActor)
-        self._workers = [
-            actor.options(
-                name=f"{name}-{rank}",
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=0,
-                num_cpus=0,
-                num_gpus=self._gpus_per_rank() if self._device == "cuda" else 0,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement, rank),
-            ).remote(self._config, self._model, self._device, rank)
-            for rank in range(self.size)
-        ]
+        await self._create(self._create_workers)
         try:
             async with asyncio.timeout(_PROCESS_START_TIMEOUT_S):
                 self._whereabouts = await self._ask_whereabouts()
         except TimeoutError:
             raise GroupFailed(f"its processes were not there within {_PROCESS_START_TIMEOUT_S:g} s") from None
+
+    async def _create(self, create: Callable[[], None]) -> None:
+        """In a thread: Ray's store may be away. When this is cancelled the thread goes on, and `stop` waits for it."""
+        self._creating = asyncio.ensure_future(asyncio.to_thread(create))
+        await asyncio.shield(self._creating)
+
+    def _create_placement(self) -> None:
+        bundles = [self._bundle()] * self.size
+        name = self._name(self.incarnation)
+        self._placement = placement_group(bundles, strategy="STRICT_PACK", name=name, lifetime="detached")
+
+    def _create_workers(self) -> None:
+        assert self._placement is not None
+        actor: Any = ray.remote(WorkerActor)
+        for rank in range(self.size):
+            options = actor.options(
+                name=f"{self._name(self.incarnation)}-{rank}",
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=0,
+                num_cpus=0,
+                num_gpus=self._gpus_per_rank() if self._device == "cuda" else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placement, rank),
+            )
+            self._workers.append(options.remote(self._config, self._model, self._device, rank))
 
     async def _ask_whereabouts(self) -> list[tuple[str, int]]:
         return await asyncio.gather(*(w.whereabouts.remote() for w in self._workers))

@@ -15,7 +15,7 @@ from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.autoscaling import Autoscaler, ScalingRules, load_of
 from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
-from orcaserve.cluster.fleet import Fleet
+from orcaserve.cluster.fleet import Fleet, report_bug
 from orcaserve.cluster.group import NAMESPACE
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.service import SchedulerService, scheduler_config
@@ -55,6 +55,12 @@ class SchedulerActor:
         self._begun = loop.create_task(self._fleet.begin(self._service))
         self._scaling = loop.create_task(self._scale()) if len(set(config.group_range)) > 1 else None
         self._watch = loop.create_task(self._end_when_deserted())
+        for task in self._own_tasks:
+            task.add_done_callback(report_bug)
+
+    @property
+    def _own_tasks(self) -> list[asyncio.Task[None]]:
+        return [task for task in (self._begun, self._scaling, self._watch) if task is not None]
 
     async def router_endpoint(self) -> Endpoint:
         return self._service.router_endpoint
@@ -84,8 +90,8 @@ class SchedulerActor:
     async def stop(self, drain_s: float) -> bool:
         """Let what runs finish for `drain_s`, then end everything. True when nothing was cut off."""
         finished = await self._service.drain(drain_s)
-        for task in (self._begun, self._scaling, self._watch):
-            if task is not None and task is not asyncio.current_task():
+        for task in self._own_tasks:
+            if task is not asyncio.current_task():
                 task.cancel()
         self._service.close("the service is shutting down")
         await self._fleet.stop()
@@ -166,9 +172,16 @@ def _end_on_bug(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> Non
 
 
 def _application_exists(name: str) -> bool:
+    """True also when nobody can tell."""
     from ray import serve
+    from ray.serve import context
 
-    return name in serve.status().applications
+    context._disconnect()  # the controller that was found before may be gone for good, and another be there
+    try:
+        return name in serve.status().applications
+    except ray.exceptions.RayError as error:
+        logger.warning("Ray Serve does not tell whether application %s is there: %s", name, error)
+        return True
 
 
 def scheduler_actor_name(application: str) -> str:

@@ -151,7 +151,8 @@ class SchedulerService:
 
     def drain_group(self, group_id: int) -> None:
         """Give it nothing new; what it runs goes on."""
-        if self._lines[group_id].stepping:
+        line = self._lines.get(group_id)
+        if line is not None and line.stepping:
             self.scheduler.drain_group(group_id)
 
     def num_running(self, group_id: int) -> int:
