@@ -20,13 +20,15 @@ from orcaserve.cluster.local import free_port
 class Serving:
     """Starts on construction; `wait_ready` and `stop` wait for what their names say."""
 
+    program: tuple[str, ...] = ("-m", "orcaserve.cli")
+
     def __init__(self, *options: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log: list[str] = []
         self.started_s = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "orcaserve.cli", "serve", "--port", str(self.port), *options],
+            [sys.executable, *self.program, "serve", "--port", str(self.port), *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -26,7 +26,10 @@ os.environ |= {
 }
 
 # Whose tests bring up Ray.
-SERVERS = ("test_e2e", "test_e2e_memory", "test_fleet", "test_ray_autoscaler", "test_serve_deploy", "test_served_cases")
+SERVERS = (
+    *("test_e2e", "test_e2e_memory", "test_fleet", "test_ray_autoscaler", "test_serve_deploy", "test_served_cases"),
+    "test_start",
+)
 
 settings.register_profile("orcaserve", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("orcaserve")
