@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import resource
 import sys
 from collections import OrderedDict
 
-from orcaserve.engine.errors import InvalidParameter, QueueFull
+from orcaserve.engine.errors import InvalidParameter, QueueFull, Unavailable
 from orcaserve.engine.sampling import Grammar
+
+logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 60.0
 _MAX_BYTES = 6 * 2**30  # address space; torch alone maps 2 GB
@@ -42,7 +45,7 @@ class GrammarChecker:
         self._verdicts: OrderedDict[Grammar, str | None] = OrderedDict()
 
     async def check(self, grammar: Grammar, param: str) -> None:
-        """Raises InvalidParameter when the grammar does not compile, or not in time."""
+        """Raises InvalidParameter when the grammar does not compile, or not in time; QueueFull; Unavailable."""
         if grammar.kind in ("json_object", "choice"):  # nothing in them can be wrong
             return
         if grammar not in self._verdicts:
@@ -90,27 +93,32 @@ class GrammarChecker:
             await process.wait()
 
     async def _ask(self, grammar: Grammar) -> str | None:
-        process = await self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        question = json.dumps({"kind": grammar.kind, "spec": grammar.spec}).encode() + b"\n"
+        answered = False
         try:
-            process.stdin.write(json.dumps({"kind": grammar.kind, "spec": grammar.spec}).encode() + b"\n")
+            helper = await self._started()
+            assert helper.stdin is not None
+            assert helper.stdout is not None
+            helper.stdin.write(question)
             async with asyncio.timeout(self._timeout_s):
-                answer = await process.stdout.readline()
-            return json.loads(answer)["error"]
+                reason = json.loads(await helper.stdout.readline())["error"]
+            answered = True
+            return reason
         except TimeoutError:
-            await self._end()
             return f"the grammar took longer than {self._timeout_s:g} s to compile"
         except (ValueError, ConnectionError):  # it died half-way: out of its memory, or a fault in the compiler
-            await self._end()
             return "the grammar is too large to compile"
-        except asyncio.CancelledError:
-            await self._end()  # its answer would be taken for the next one's
-            raise
+        finally:
+            if not answered:  # also when the client has left: what it says later would be taken for the next answer
+                await self._end()
 
     async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
+        """Raises Unavailable."""
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        hello = b""
+        try:
+            process = self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "orcaserve.cluster.text_grammar",
@@ -119,10 +127,14 @@ class GrammarChecker:
                 stdout=asyncio.subprocess.PIPE,
                 limit=2**20,
             )
-            assert self._process.stdout is not None
+            assert process.stdout is not None
             async with asyncio.timeout(_START_TIMEOUT_S):
-                await self._process.stdout.readline()  # it says when it has loaded the tokenizer
-        return self._process
+                hello = await process.stdout.readline()  # it says when it has loaded the tokenizer
+        except OSError as error:  # no memory or descriptors for another process, or no hello in time
+            logger.warning("no grammar helper: %r", error)
+        if not hello:  # nothing that the grammar is to blame for
+            raise Unavailable("Grammars cannot be checked at the moment.", retry_after_s=5.0)
+        return process
 
 
 def main(tokenizer_file: str, vocab_size: int) -> None:

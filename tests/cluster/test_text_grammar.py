@@ -9,9 +9,10 @@ from itertools import count
 
 import pytest
 
+from orcaserve.cluster import text_grammar
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.text_grammar import GrammarChecker
-from orcaserve.engine.errors import InvalidParameter, QueueFull
+from orcaserve.engine.errors import InvalidParameter, QueueFull, Unavailable
 from orcaserve.engine.sampling import Grammar
 
 # Every number of a's up to a thousand, in a thousand ways.
@@ -45,6 +46,14 @@ async def helper_of(checker: GrammarChecker) -> Process:
     return checker._process
 
 
+async def started_by(task: asyncio.Task[None], checker: GrammarChecker) -> Process:
+    """The helper that `task` has just started and waits for."""
+    while checker._process is None:
+        assert not task.done()
+        await asyncio.sleep(0)
+    return checker._process
+
+
 def test_a_grammar_that_takes_too_long_is_refused_and_the_next_one_is_served(
     runner: asyncio.Runner, checker: GrammarChecker
 ) -> None:
@@ -68,6 +77,46 @@ def test_a_helper_that_dies_costs_one_request(runner: asyncio.Runner, checker: G
         assert await helper_of(checker) is not helper
         with pytest.raises(InvalidParameter, match="does not compile"):
             await checker.check(Grammar("regex", "("), "p")
+
+    runner.run(test())
+
+
+def test_who_leaves_while_the_helper_starts_takes_nobody_elses_verdict(
+    runner: asyncio.Runner, checker: GrammarChecker
+) -> None:
+    async def test() -> None:
+        await checker.close()
+        leaver = asyncio.create_task(checker.check(new_grammar(), "p"))
+        helper = await started_by(leaver, checker)
+        leaver.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaver
+        assert helper.returncode is not None
+        with pytest.raises(InvalidParameter, match="does not compile"):
+            await checker.check(Grammar("regex", "(a"), "p")
+        await checker.check(new_grammar(), "p")
+
+    runner.run(test())
+
+
+@pytest.mark.parametrize("way", ["it dies", "it takes too long"])
+def test_a_helper_that_does_not_start_is_no_fault_of_the_grammar(
+    way: str, runner: asyncio.Runner, checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        await checker.close()
+        grammar = new_grammar()
+        with monkeypatch.context() as patch:
+            if way == "it takes too long":
+                patch.setattr(text_grammar, "_START_TIMEOUT_S", 0.0)
+            asker = asyncio.create_task(checker.check(grammar, "p"))
+            helper = await started_by(asker, checker)
+            if way == "it dies":
+                helper.kill()
+            with pytest.raises(Unavailable):
+                await asker
+        assert helper.returncode is not None
+        await checker.check(grammar, "p")  # and nothing bad is remembered of it
 
     runner.run(test())
 
