@@ -47,6 +47,7 @@ class WorkerActor:
         self._worker: Worker | None = None
         self._num_blocks = 0
         self._warm = False
+        self._failed = False  # in a step: the ranks may not agree any more on what comes next
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         threads = config.num_threads or max(1, (os.cpu_count() or 1) // config.tensor_parallel_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by torch when it is imported, which is yet to come
@@ -87,7 +88,9 @@ class WorkerActor:
         """
         if self._worker is None or not self._warm:
             raise RuntimeError("not loaded yet")
-        await self._in_thread(self._worker.reset)
+        await self._in_thread(self._worker.reset)  # after the former scheduler's last step
+        if self._failed:
+            raise RuntimeError("a step failed here")
         self._thread.submit(self._serve, endpoint, hello)
         return self._num_blocks
 
@@ -141,6 +144,7 @@ class WorkerActor:
         except ChannelClosed:
             logger.warning("rank %d: the scheduler is gone; waiting for the next one", self._rank)
         except Exception as error:
+            self._failed = True
             logger.exception("rank %d: a step failed", self._rank)
             link.send(Failed(f"{type(error).__name__}: {error}"))
         finally:
