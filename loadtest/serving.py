@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -32,6 +33,7 @@ class Serving:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
             start_new_session=True,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -56,13 +58,20 @@ class Serving:
             assert time.monotonic() - self.started_s < within_s, self.output
             time.sleep(0.1)
 
-    def stop(self, sig: signal.Signals = signal.SIGINT) -> float:
-        """Seconds until it was gone."""
+    def stop(self, sig: signal.Signals = signal.SIGINT, within_s: float = 60.0) -> float:
+        """Seconds until it was gone. Ends what is not gone in time, and raises TimeoutExpired."""
         began_s = time.monotonic()
         if self.process.poll() is None:
             self.process.send_signal(sig)
-        self.process.wait(timeout=60)
-        self._reader.join()
+        try:
+            self.process.wait(within_s)
+            self._reader.join(within_s)  # until nobody holds its output open
+            if self._reader.is_alive():
+                raise subprocess.TimeoutExpired(self.process.args, within_s)
+        except subprocess.TimeoutExpired:
+            _kill_session(self.process.pid)
+            self.process.wait()
+            raise
         return time.monotonic() - began_s
 
     def get(self, path: str) -> tuple[int, bytes]:
@@ -113,6 +122,15 @@ def processes_under(root: int) -> dict[int, str]:
             continue
         todo.extend(children.get(pid, []))
     return found
+
+
+def _kill_session(leader: int) -> None:
+    """End it and all that it has started, also what is nobody's child any more."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(ProcessLookupError):
+                if os.getsid(int(entry.name)) == leader:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
 
 def cpu_s(pid: int) -> float:
