@@ -62,7 +62,7 @@ class LocalRay:
 
     def remember_processes(self) -> None:
         """Call while everything still runs: what is a child of ours now must be gone in the end."""
-        self._processes = _descendants(os.getpid()) | _with_argument(str(self.folder))
+        self._processes |= _descendants(os.getpid())
 
     def close(self, patience_s: float = 2.0) -> None:
         deadline_s = time.monotonic() + patience_s
@@ -77,6 +77,8 @@ class LocalRay:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _alive(self) -> list[int]:
+        """An HAProxy may be as young as this call, and is no descendant any more once its parent has died."""
+        self._processes |= _with_argument(str(self.folder))
         return [pid for pid, started in self._processes.items() if _started(pid) == started]
 
     def _write_wrapper(self) -> Path:
@@ -98,10 +100,12 @@ def shield_ray_from_signals() -> None:
 
 
 def ray_lives() -> bool:
-    """False once a process of the Ray that this process has started is gone, whoever ended it."""
-    from ray._private import worker
+    """False once the Ray that this process has started lacks a part it cannot do without, whoever ended that."""
+    from ray._private import ray_constants, worker
 
-    return worker._global_node is not None and worker._global_node.remaining_processes_alive()
+    vital = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
+    node = worker._global_node
+    return node is not None and not any(kind in vital for kind, _ in node.dead_processes())
 
 
 def keep_replica_on_loopback() -> None:
@@ -181,7 +185,7 @@ def _descendants(root: int) -> dict[int, str]:
 
 
 def _with_argument(text: str) -> dict[int, str]:
-    """Processes with `text` in their command line: an HAProxy whose parent died is no descendant any more."""
+    """Processes with `text` in their command line."""
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

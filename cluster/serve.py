@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from orcaserve.cluster.wire import ClusterStatus
 
 _POLL_S = 0.2
+_WATCH_S = 1.0
 _FRONT_DOOR_S = 120  # Ray Serve starts the proxy and the router; its own limit for the proxy is half of that
+_LATE_STOP_S = 10.0  # for the scheduler to end its groups, when that took longer than the drain
 
 
 class StartFailed(Exception):
@@ -46,8 +49,12 @@ def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> in
         service.start()
         say(f"ready after {time.monotonic() - started_s:.1f} s")
         print(_greeting(config, model), flush=True)
-        while True:
-            signal.pause()
+        if local is not None:
+            local.remember_processes()  # without the raylet its workers would be nobody's children
+        while local is None or ray_lives():
+            time.sleep(_WATCH_S)
+        say("error: Ray has ended, and the service with it")
+        return 1
     except KeyboardInterrupt:
         say("stopping: running requests get a moment to finish")
         return 0
@@ -159,23 +166,41 @@ class _Service:
         return status
 
     def _stop_application(self, scheduler: ActorHandle) -> None:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
+        from ray.exceptions import RayError
 
         drain_s = self._config.drain_timeout_s
+        stopped: Any = scheduler.stop.remote(drain_s)
         try:
-            if not self._answer(scheduler.stop.remote(drain_s), drain_s + 2):
+            if not self._answer(stopped, drain_s + 2):
                 self._say(f"some requests had not finished after {drain_s:g} s and were ended with an error")
                 time.sleep(0.3)  # so that the routers can tell their clients
-            if self._local is None:
-                from ray import serve
-
-                serve.delete(self._config.name)
-            ray.kill(scheduler)
-        except (RayError, GetTimeoutError) as error:
+        except RayError as error:
             self._say(f"the scheduler did not answer: {type(error).__name__}")
         except ConnectionError as error:
             self._say(str(error))
+        if self._local is None:
+            self._leave_cluster(scheduler, stopped)
+
+    def _leave_cluster(self, scheduler: ActorHandle, stopped: Any) -> None:
+        """A Ray that is not ours goes on, but nothing of the application may, however late its parts answer.
+
+        A scheduler that has begun to stop serves nobody any more, and the next start would find it.
+        """
+        import ray
+        from ray import serve
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        try:
+            with contextlib.suppress(RayServeException):  # there is no Ray Serve yet
+                serve.delete(self._config.name)
+        except (RayError, TimeoutError) as error:
+            self._say(f"Ray Serve is left to delete the application by itself: {type(error).__name__}")
+        try:
+            ray.wait([stopped], timeout=_LATE_STOP_S)
+            ray.kill(scheduler)
+        except RayError as error:
+            self._say(f"the scheduler is left to end by itself: {type(error).__name__}")
 
     def _answer(self, call: Any, within_s: float) -> Any:
         """As ray.get, but it does not wait for a Ray that is gone: that is a ConnectionError."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from orcaserve.cluster.local import LocalRay, free_port
@@ -26,3 +29,15 @@ def test_a_ray_of_our_own_is_told_such_ports_alone() -> None:
         local.close()
     assert {"RAY_SERVE_HAPROXY_STATS_PORT", "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"} <= ports.keys()
     assert max(ports.values()) < FIRST_HANDED_OUT
+
+
+def test_a_proxy_that_is_born_during_the_end_does_not_survive_it() -> None:
+    local = LocalRay()
+    local.remember_processes()
+    proxy = subprocess.Popen([sys.executable, "-c", "input()", str(local.folder)], stdin=subprocess.PIPE)
+    try:
+        local.close(patience_s=0.0)
+        assert proxy.wait(0) == -signal.SIGTERM
+    finally:
+        proxy.kill()
+        proxy.wait()

@@ -1,12 +1,17 @@
-"""A start that meets an obstacle, and an end in which all that it brought up is told to go at once."""
+"""A start that meets an obstacle, an end in which all is told to go at once, and ends that nobody asked for."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
 from contextlib import suppress
+from typing import Any
 
+from orcaserve.cluster.config import ServeConfig
+from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.serve import _Service
 from orcaserve.loadtest.serving import Serving, still_alive
 from orcaserve.workers import demo
 
@@ -40,6 +45,13 @@ class ObstructedServing(Serving):
     program = ("-c", OBSTRUCTED)
 
 
+def wait_until_gone(processes: dict[int, str], within_s: float) -> None:
+    began_s = time.monotonic()
+    while still_alive(processes) and time.monotonic() - began_s < within_s:
+        time.sleep(0.1)
+    assert still_alive(processes) == {}
+
+
 def test_a_proxy_that_did_not_start_delays_the_start_and_a_signal_to_all_ends_it() -> None:
     demo.pull("smollm2-135m")
     serving = ObstructedServing("--num-threads", "1", "--kv-cache-memory", "64MiB")
@@ -50,13 +62,59 @@ def test_a_proxy_that_did_not_start_delays_the_start_and_a_signal_to_all_ends_it
         assert answer["usage"]["completion_tokens"] == 4
 
         processes = serving.processes()
-        began_s = time.monotonic()
         for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
-        serving.process.wait(10)
-        while still_alive(processes) and time.monotonic() - began_s < 10:
-            time.sleep(0.1)
+        wait_until_gone(processes, 10)
+    finally:
+        serving.stop()
+
+
+def test_a_service_ends_with_its_ray(model: ModelInfo) -> None:
+    serving = Serving("--num-threads", "1", "--kv-cache-memory", "64MiB")
+    try:
+        serving.wait_ready(180)
+        processes = serving.processes()
+        leave_with_a_late_scheduler(serving, model)
+
+        [raylet] = [pid for pid, command in processes.items() if command.split()[0].endswith("/raylet")]
+        os.kill(raylet, signal.SIGKILL)
+        assert serving.process.wait(30) == 1
         assert still_alive(processes) == {}
     finally:
         serving.stop()
+    assert "Ray has ended" in serving.output
+
+
+def leave_with_a_late_scheduler(serving: Serving, model: ModelInfo) -> None:
+    """Another process serves the same application on this Ray, and its scheduler answers `stop` when it is too late."""
+    import ray
+
+    class LateScheduler:
+        def __init__(self) -> None:
+            self._late = asyncio.Event()
+
+        async def pid(self) -> int:
+            return os.getpid()
+
+        async def be_late(self) -> None:
+            self._late.set()
+
+        async def stop(self, drain_s: float) -> bool:
+            return await self._late.wait()
+
+    def say(text: str) -> None:
+        said.append(text)
+        scheduler.be_late.remote()
+
+    said: list[str] = []
+    ray.init(address=serving.ray_address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+    scheduler: Any = ray.remote(LateScheduler).options(num_cpus=0, name="late", lifetime="detached").remote()
+    pid = ray.get(scheduler.pid.remote())
+    config = ServeConfig(ray_address=serving.ray_address, drain_timeout_s=0)
+    service = _Service(config, model, None, say)
+    service._scheduler = scheduler
+    service.stop()
+    assert said == ["the scheduler did not answer: GetTimeoutError"]
+    wait_until_gone({pid: serving.processes().get(pid, "")}, 10)
+    assert serving.get("/ready")[0] != 200
