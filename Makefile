@@ -1,7 +1,8 @@
 # make serve | make test | make check | make bench | make drill     (PORT= MODEL= ARGS=, PYTHON=)
 PYTHON ?= python3.11
 PORT ?= 8000
-MODEL ?= smollm2-135m
+DEMO := smollm2-135m
+MODEL ?= $(DEMO)
 ARGS ?=
 
 venv := .venv
@@ -13,6 +14,7 @@ serve: $(venv)/.installed
 	@exec $(bin)/orcaserve serve $(MODEL) --port $(PORT) $(ARGS)
 
 test: $(venv)/.installed
+	$(bin)/orcaserve pull $(DEMO)
 	$(bin)/python -m pytest -m "not nightly" -n 2 --no-loadscope-reorder $(ARGS)
 
 nightly: $(venv)/.installed

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *(
+        "--headless",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+        "--disable-sync",
+    ),
     "--hide-scrollbars",  # a screenshot would be cut off by the width of one
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-pipe"),
 )
@@ -49,8 +57,7 @@ class Browser:
         self._num_calls = 0
         self.complaints: list[str] = []  # exceptions and console errors of the page
         self._session = ""
-        [target] = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-        attached = self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
+        attached = self.call("Target.attachToTarget", targetId=self._first_page(), flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
@@ -65,7 +72,7 @@ class Browser:
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(60)
         os.close(self._to)
         os.close(self._from)
         shutil.rmtree(self._profile, ignore_errors=True)
@@ -84,6 +91,15 @@ class Browser:
                 return answer["result"]
             self._note(answer)
 
+    def _first_page(self) -> str:
+        deadline_s = time.monotonic() + 60
+        while True:
+            pages = [t["targetId"] for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
+            if pages:
+                return pages[0]
+            assert time.monotonic() < deadline_s, "the browser has no page"
+            time.sleep(0.05)
+
     def run(self, script: str) -> Any:
         """The value of a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
@@ -94,7 +110,7 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
 
-    def until(self, condition: str, within_s: float = 20.0) -> None:
+    def until(self, condition: str, within_s: float = 90.0) -> None:
         """Wait for a JavaScript condition."""
         deadline_s = time.monotonic() + within_s
         while not self.run(condition):

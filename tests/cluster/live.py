@@ -23,11 +23,21 @@ from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.service import SchedulerService
 from orcaserve.cluster.stream import EngineStream
-from orcaserve.cluster.wire import ClusterStatus, GroupStatus
+from orcaserve.cluster.wire import ClusterStatus, GroupStatus, View
 from orcaserve.engine.config import SchedulerConfig
 from tests.cluster.parrot import Parrot, RankThread
 
 T = TypeVar("T")
+
+
+class PatientStream(EngineStream):
+    """On a busy machine an answer may take longer than a client would wait."""
+
+    async def status(self, timeout_s: float = 60.0) -> ClusterStatus:
+        return await super().status(timeout_s)
+
+    async def view(self, after: int | None = None, traced: bool = False, timeout_s: float = 60.0) -> View:
+        return await super().view(after, traced, timeout_s)
 
 
 class LiveServer:
@@ -58,16 +68,16 @@ class LiveServer:
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
-        assert self._ready.wait(30)
+        assert self._ready.wait(120)
         if self._error is not None:
             raise self._error
-        self.client = httpx.Client(base_url=self.url, timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=120)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
 
     def _run(self) -> None:
@@ -93,12 +103,14 @@ class LiveServer:
         rank = await asyncio.to_thread(RankThread, self.service.rank_endpoint, self.worker)
         await complete.wait()
         self.service.open_group(0, self._num_blocks)
-        self.stream = EngineStream(self._locate)
+        self.stream: EngineStream = PatientStream(self._locate)
         await self.stream.start()
         self.surface = Surface(self._config, self.model, self.stream)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn.Config(self.surface.asgi, log_level="warning", lifespan="off"))
+        server = uvicorn.Server(
+            uvicorn.Config(self.surface.asgi, log_level="warning", lifespan="off", timeout_keep_alive=600)
+        )
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started:
@@ -133,7 +145,7 @@ class LiveServer:
         return self.wait(run())
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(120)
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -141,7 +153,7 @@ class LiveServer:
         stats = self.call(self.service.scheduler.stats)
         return stats.running, stats.waiting, sum(group.used_blocks for group in stats.groups)
 
-    def until_idle(self, within_s: float = 5.0) -> None:
+    def until_idle(self, within_s: float = 30.0) -> None:
         """Wait for nothing to be left on the engine."""
         eventually(lambda: self.load == (0, 0, 0) and self.call(lambda: self.stream.num_held) == 0, within_s)
 
@@ -164,7 +176,7 @@ class LiveServer:
         return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for a condition."""
     deadline_s = time.monotonic() + within_s
     while not condition():

@@ -28,7 +28,7 @@ class City(BaseModel):
 
 @pytest.fixture(scope="module")
 def paced(make_server: Callable[..., LiveServer]) -> LiveServer:
-    return make_server(parrot={"pace_s": 0.005})  # a faster one's tokens would all go out in one chunk
+    return make_server(parrot={"pace_s": 0.05})  # a faster one's tokens would all go out in one chunk
 
 
 @pytest.fixture(scope="module")

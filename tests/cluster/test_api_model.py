@@ -29,6 +29,7 @@ def real(model: ModelInfo) -> Iterator[LiveServer]:
             max_model_len=MAX_MODEL_LEN,
             kv_cache_memory_bytes=2**28,
             num_threads=1,
+            grammar_compile_timeout_s=120.0,
             **limits,  # type: ignore[arg-type]
         ),
         rank=0,

@@ -7,8 +7,7 @@ import random
 import resource
 import socket
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
@@ -39,7 +38,7 @@ def test_case_29_bodies_that_trickle_in(make_server: Callable[..., LiveServer]) 
     server = make_server(AppConfig(body_timeout_s=0.2))
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
-        connection.settimeout(5)
+        connection.settimeout(30)
         assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
@@ -48,31 +47,22 @@ def test_case_29_compressed_bodies_are_refused(server: LiveServer) -> None:
     assert server.client.post(TEXT, content=b"x", headers=headers).status_code == 415
 
 
-def test_case_29_big_prompts_do_not_block_the_loop(server: LiveServer) -> None:
-    slowest = [0.0]
-    done = threading.Event()
+def test_case_29_big_prompts_do_not_block_the_loop(server: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others are answered while a prompt is in the tokenizer."""
+    codec = server.surface.codec
+    encode_now, answered = codec.encode_now, []
 
-    def poll() -> None:
-        with httpx.Client(base_url=server.url) as client:
-            while not done.is_set():
-                begun_s = time.perf_counter()
-                assert client.get("/health").status_code == 200
-                slowest[0] = max(slowest[0], time.perf_counter() - begun_s)
-                done.wait(0.02)
+    def encode_beside_others(texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        answered.append(httpx.get(server.url + "/health", timeout=60).status_code)
+        return encode_now(texts, add_special_tokens)
 
-    thread = threading.Thread(target=poll)
-    thread.start()
-    try:
-        longest = server.surface.codec.longest_token_chars
-        fits = "word " * (longest * 512 // 5 - 10)  # as long as a prompt may be before it is tokenised
-        for prompt in ("x" * 3_900_000, "y " * 3_500_000, fits, fits, fits):
-            response = server.complete(prompt, max_tokens=1)
-            assert response.status_code == 400
-            assert response.json()["error"]["param"] == "prompt"
-    finally:
-        done.set()
-        thread.join(10)
-    assert slowest[0] < 0.5
+    monkeypatch.setattr(codec, "encode_now", encode_beside_others)
+    fits = "word " * (codec.longest_token_chars * 512 // 5 - 10)  # as long as a prompt may be before it is tokenised
+    for prompt in ("x" * 3_900_000, "y " * 3_500_000, fits, fits, fits):
+        response = server.complete(prompt, max_tokens=1)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "prompt"
+    assert answered == [200] * 3  # the first two are refused before they are tokenised
 
 
 def test_case_20_closed_connections_free_everything(make_server: Callable[..., LiveServer]) -> None:
@@ -83,13 +73,13 @@ def test_case_20_closed_connections_free_everything(make_server: Callable[..., L
             next(response.iter_lines())
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=endless, timeout=0.1)
-    server.until_idle(2.0)
+    server.until_idle()
     server.worker.gate.clear()  # now it stays in the queue, or in its prefill
     for body in (endless, endless | {"stream": True}, endless | {"prompt": "y " * 100, "max_tokens": 200}):
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=body, timeout=0.1)
     server.worker.gate.set()
-    server.until_idle(2.0)
+    server.until_idle()
 
 
 def test_case_21_cancelled_at_any_moment(make_server: Callable[..., LiveServer]) -> None:
@@ -110,28 +100,31 @@ def test_case_21_cancelled_at_any_moment(make_server: Callable[..., LiveServer])
                 await asyncio.gather(*(one() for _ in range(40)))
 
     asyncio.run(storm())
-    server.until_idle(5.0)
+    server.until_idle()
     assert server.complete("SAY:fine").json()["choices"][0]["text"] == "fine"
 
 
 def test_case_28_a_full_queue_is_a_429(make_server: Callable[..., LiveServer]) -> None:
-    server = make_server(max_queued_requests=2, max_num_seqs=2, parrot={"pace_s": 0.02})
+    server = make_server(max_queued_requests=2, max_num_seqs=2)
+    server.worker.gate.clear()
     statuses: list[tuple[int, str | None]] = []
 
     def send() -> None:
         response = httpx.post(
-            server.url + TEXT, json={"prompt": "Count:", "max_tokens": 30, "ignore_eos": True}, timeout=30
+            server.url + TEXT, json={"prompt": "Count:", "max_tokens": 30, "ignore_eos": True}, timeout=120
         )
         statuses.append((response.status_code, response.headers.get("retry-after")))
 
     threads = [threading.Thread(target=send) for _ in range(16)]
-    for thread in threads:
+    for number, thread in enumerate(threads):
         thread.start()
+        if number < 4:  # two run, two wait
+            eventually(lambda n=number: sum(server.load[:2]) == n + 1)  # type: ignore[misc]
+    eventually(lambda: len(statuses) == 12)
+    server.worker.gate.set()
     for thread in threads:
-        thread.join(30)
-    codes = sorted(status for status, _ in statuses)
-    assert codes.count(200) >= 4
-    assert codes.count(429) == 16 - codes.count(200) > 0
+        thread.join(120)
+    assert sorted(status for status, _ in statuses) == [200] * 4 + [429] * 12
     assert all(retry is not None and int(retry) >= 1 for status, retry in statuses if status == 429)
     server.until_idle()
     assert server.complete("SAY:x").status_code == 200
@@ -193,10 +186,8 @@ def test_case_31_figures_that_make_no_sense_do_no_harm(server: LiveServer) -> No
 def test_case_38_memory_stays_where_it_is(server: LiveServer) -> None:
     server.complete("hi", n=5_000_000)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    begun_s = time.perf_counter()
     for fields in ({"n": 5_000_000}, {"best_of": 1_000_000}, {"n": 128, "best_of": 10_000_000}):
         assert server.complete("hi", **fields).status_code == 400
-    assert time.perf_counter() - begun_s < 1
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50 * 1024
 
 

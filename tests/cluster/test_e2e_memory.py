@@ -131,7 +131,9 @@ def test_the_urgent_go_first(ann: openai.OpenAI) -> None:
             pass
 
     def wait_for(running: int, waiting: int) -> None:
+        deadline_s = time.monotonic() + 60
         while (now := status(ann)["scheduler"])["running"] != running or now["waiting"] != waiting:
+            assert time.monotonic() < deadline_s, now
             time.sleep(0.01)
 
     with ThreadPoolExecutor(3) as pool:  # 5 blocks and more; then 10 each: no two of the three fit together

@@ -72,10 +72,10 @@ class Site:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.start(work).result(60)
+        return self.start(work).result(120)
 
     def status(self) -> ClusterStatus:
-        return self.run(self.stream.status())
+        return self.run(self.stream.status(timeout_s=50))
 
     def states(self) -> list[str]:
         try:
@@ -96,7 +96,7 @@ class Site:
         return [self.start(self.generate(*case)) for case in zip(prompts, lengths, strict=True)]
 
     def undisturbed(self, prompts: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[int]]:
-        return [future.result(60) for future in self.start_all(prompts, lengths)]
+        return [future.result(240) for future in self.start_all(prompts, lengths)]
 
     def close(self) -> None:
         self.run(self.stream.close())
@@ -169,21 +169,21 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
 
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
-    expected = site.undisturbed(prompts, [60] * 6)
+    expected = site.undisturbed(prompts, [150] * 6)
     at_first = site.status()
     before = at_first.scheduler.generation_tokens
-    running = site.start_all(prompts, [60] * 6)
-    until(lambda: site.status().scheduler.generation_tokens > before + 60, 30)
+    running = site.start_all(prompts, [150] * 6)
+    until(lambda: site.status().scheduler.generation_tokens > before + 60, 120)
     lost = site.status().groups[0].node_ids[0]
     [node] = [node for node in site.nodes if node.node_id == lost]
     site.cluster.remove_node(node, allow_graceful=False)
     assert not all(future.done() for future in running)
-    assert [future.result(60) for future in running] == expected
-    until(lambda: site.status().groups[0].phase == "placing", 30)
+    assert [future.result(240) for future in running] == expected
+    until(lambda: site.status().groups[0].phase == "placing", 120)
     assert site.status().ready
 
     site.nodes = [other for other in site.nodes if other is not node] + [site.cluster.add_node(**GPU_NODE)]
-    until(lambda: site.states() == ["ready", "ready"], 90)
+    until(lambda: site.states() == ["ready", "ready"], 180)
     assert placements() == 2
     assert site.status().num_group_losses == at_first.num_group_losses + 1
 
@@ -192,12 +192,12 @@ def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> No
     prompts = [(i + 5, 46) for i in range(4)]
     expected = site.undisturbed(prompts, [30] * 4)
     running = site.start_all(prompts, [30] * 4)
-    until(lambda: site.status().scheduler.running == 4, 10)
+    until(lambda: site.status().scheduler.running == 4, 60)
     losses, victims = site.status().num_group_losses, site.status().groups[1].pids
     os.kill(victims[1], signal.SIGKILL)
-    until(lambda: site.status().groups[1].state != "ready", 2)
-    assert [future.result(60) for future in running] == expected
-    until(lambda: site.states() == ["ready", "ready"], 60)
+    until(lambda: site.status().groups[1].state != "ready", 60)
+    assert [future.result(240) for future in running] == expected
+    until(lambda: site.states() == ["ready", "ready"], 180)
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
     assert placements() == 2
     assert site.status().num_group_losses == losses + 1
@@ -208,12 +208,12 @@ def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Si
     prompts = [(i + 3, 44) for i in range(6)]
     expected = site.undisturbed(prompts, [40] * 6)
     running = site.start_all(prompts, [40] * 6)
-    until(lambda: site.status().scheduler.running == 6, 10)
+    until(lambda: site.status().scheduler.running == 6, 60)
     ray.get(site.scheduler.resize.remote(1))
     assert "draining" in site.states()
-    assert [future.result(60) for future in running] == expected
-    until(lambda: site.states() == ["ready"], 30)
-    until(lambda: placements() == 1, 10)
+    assert [future.result(240) for future in running] == expected
+    until(lambda: site.states() == ["ready"], 120)
+    until(lambda: placements() == 1, 60)
     assert site.status().num_group_losses == losses  # a drain is no loss
 
 
@@ -222,28 +222,28 @@ def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
     prompts = [(i + 3, 43) for i in range(2)]
     expected = site.undisturbed(prompts, [100] * 2)
     running = site.start_all(prompts, [100] * 2)
-    until(lambda: site.status().scheduler.running == 2, 10)
+    until(lambda: site.status().scheduler.running == 2, 60)
     [victim, _] = site.status().groups[0].pids
     ray.get(site.scheduler.resize.remote(0))
     assert site.states() == ["draining"]
     os.kill(victim, signal.SIGKILL)
     seen = set()
-    until(lambda: seen.update(states := site.states()) or states == [], 30)
+    until(lambda: seen.update(states := site.states()) or states == [], 120)
     assert seen == {"draining"}
-    until(lambda: placements() == 0, 10)
+    until(lambda: placements() == 0, 60)
 
     assert not site.status().ready
     running += site.start_all([(i + 3, 45) for i in range(6)], [5] * 6)
-    until(lambda: site.status().scheduler.waiting == 8, 10)
+    until(lambda: site.status().scheduler.waiting == 8, 60)
     ray.get(site.scheduler.resize.remote(1))
-    assert [future.result(90) for future in running[:2]] == expected
-    assert [len(future.result(90)) for future in running[2:]] == [5] * 6
+    assert [future.result(240) for future in running[:2]] == expected
+    assert [len(future.result(240)) for future in running[2:]] == [5] * 6
 
 
 def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_placed(site: Site) -> None:
-    until(lambda: site.states() == ["ready"], 30)
+    until(lambda: site.states() == ["ready"], 120)
     placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
-    until(lambda: placements() == 2, 10)
+    until(lambda: placements() == 2, 60)
     [kept] = site.status().groups
     before = site.status().scheduler_pid
     os.kill(before, signal.SIGKILL)
@@ -251,7 +251,7 @@ def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_pla
     now = site.status()
     assert now.scheduler_pid != before
     assert (now.groups[0].pids, now.groups[0].phase) == (kept.pids, "")
-    until(lambda: placements() == 1, 10)
+    until(lambda: placements() == 1, 60)
 
 
 def test_a_new_scheduler_keeps_the_number_of_groups_that_it_was_told(site: Site) -> None:
@@ -260,33 +260,33 @@ def test_a_new_scheduler_keeps_the_number_of_groups_that_it_was_told(site: Site)
     assert [group.state for group in before.groups] == ["ready"]
     ray.get(site.scheduler.resize.remote(2))
     os.kill(before.scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready", "ready"], 60)
+    until(lambda: site.states() == ["ready", "ready"], 180)
     assert before.groups[0].pids in [group.pids for group in site.status().groups]
 
     running = site.start_all([(i + 3, 49) for i in range(2)], [120] * 2)
-    until(lambda: site.status().scheduler.running == 2, 10)
+    until(lambda: site.status().scheduler.running == 2, 60)
     ray.get(site.scheduler.resize.remote(1))
     assert sorted(site.states()) == ["draining", "ready"]
     os.kill(site.status().scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready"], 60)
-    until(lambda: placements() == 1, 10)
-    assert [len(future.result(90)) for future in running] == [120] * 2
+    until(lambda: site.states() == ["ready"], 180)
+    until(lambda: placements() == 1, 60)
+    assert [len(future.result(240)) for future in running] == [120] * 2
 
 
 def test_a_node_that_is_drained_lets_streams_finish_and_moves_the_rest(site: Site) -> None:
     prompts = [(i + 9, 1300 + i) for i in range(8)]
-    lengths = [10, 150] * 4
+    lengths = [10, 250] * 4
     expected = site.undisturbed(prompts, lengths)
     running = site.start_all(prompts, lengths)
-    until(lambda: site.status().scheduler.running == 8, 10)
+    until(lambda: site.status().scheduler.running == 8, 60)
     at_first = site.status()
     [leaving] = {node for group in at_first.groups for node in group.node_ids}
-    drained = site.start(asyncio.to_thread(drain_node, leaving, "site", 4.0, print))
-    until(lambda: sorted(site.states()) == ["draining", "starting"], 5)  # its place is taken elsewhere
-    assert drained.result(10) == 0  # nothing was there any more when the time was up
+    drained = site.start(asyncio.to_thread(drain_node, leaving, "site", 6.0, print))
+    until(lambda: sorted(site.states()) == ["draining", "starting"], 6)  # its place is taken elsewhere
+    assert drained.result(60) == 0  # nothing was there any more when the time was up
     assert not any(leaving in group.node_ids for group in site.status().groups)
     assert [future.done() for future in running] == [True, False] * 4
-    assert [future.result(60) for future in running] == expected
+    assert [future.result(240) for future in running] == expected
     now = site.status()
     assert [group.state for group in now.groups] == ["ready"]
     assert now.scheduler.num_migrations == at_first.scheduler.num_migrations + 4
@@ -308,21 +308,21 @@ def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
     def groups() -> list[str]:
         return [group.state for group in ray.get(scheduler.status.remote()).groups]
 
-    until(lambda: groups() == [], 60)
+    until(lambda: groups() == [], 180)
     assert ray.get(scheduler.status.remote()).ready  # whoever comes is held, and served after a start
     stream = site.run(site.open("elastic"))
     prompts = [(i + 3, 47) for i in range(24)]
     running = [site.start(site.generate(prompt, 30, stream)) for prompt in prompts]
-    until(lambda: len(groups()) == 2, 30)
+    until(lambda: len(groups()) == 2, 120)
     answers = [future.result(120) for future in running]
     assert [len(ids) for ids in answers] == [30] * 24
-    until(lambda: groups() == [], 60)
+    until(lambda: groups() == [], 180)
     again = site.start(site.generate((3, 48), 200, stream))
-    until(lambda: groups() == ["ready"], 60)
+    until(lambda: groups() == ["ready"], 180)
     again.cancel()
     pids = [ray.get(scheduler.status.remote()).scheduler_pid, *ray.get(scheduler.status.remote()).groups[0].pids]
     site.run(stream.close())  # the last router is gone, and there is no such application
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 30)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 120)
     assert "elastic-scheduler" not in ray.util.list_named_actors()
 
 
@@ -338,12 +338,12 @@ def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> No
     )
     scheduler = ensure_scheduler(config, read_model_info(folder), "cpu")
     before = placements()
-    until(lambda: any(group.error for group in ray.get(scheduler.status.remote()).groups), 60)
+    until(lambda: any(group.error for group in ray.get(scheduler.status.remote()).groups), 180)
     assert "model.safetensors" in ray.get(scheduler.status.remote()).groups[0].error
     assert not ray.get(scheduler.status.remote()).ready
     ray.get(scheduler.stop.remote(0.0))
     ray.kill(scheduler)
-    until(lambda: placements() <= before, 10)
+    until(lambda: placements() <= before, 60)
 
 
 def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> None:
@@ -351,7 +351,7 @@ def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> Non
     config = site.config.model_copy(
         update={
             **{"name": "stopped", "tensor_parallel_size": 1, "gpus_per_group": 0, "accelerator_type": None},
-            **{"groups": 1, "step_timeout_s": 5.0},
+            **{"groups": 1, "step_timeout_s": 15.0},
         }
     )
     scheduler = ensure_scheduler(config, read_model_info(demo.pull("smollm2-135m")), "cpu")
@@ -361,12 +361,12 @@ def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> Non
         return group
 
     try:
-        until(lambda: group() is not None and group().phase == "loading weights", 60)
+        until(lambda: group() is not None and group().phase == "loading weights", 180)
         [stopped] = group().pids
         os.kill(stopped, signal.SIGSTOP)
-        until(lambda: group().state == "ready", 60)
+        until(lambda: group().state == "ready", 180)
         assert group().num_starts == 2
-        assert group().error == "a worker did not answer for 5 s while it was loading weights"
+        assert group().error == "a worker did not answer for 15 s while it was loading weights"
         assert not Path(f"/proc/{stopped}").exists()
     finally:
         ray.get(scheduler.stop.remote(0.0))

@@ -95,7 +95,7 @@ def test_a_trace_tells_what_happened(
     with users(guarded, 2, KEY):
         eventually(lambda: guarded.load[0] > 0)
         where = ("--url", guarded.url, "--api-key", KEY)
-        assert orcaserve("trace", "--seconds", "1", "-o", str(file), *where)[0] == 0
+        assert orcaserve("trace", "--seconds", "3", "-o", str(file), *where)[0] == 0
     events = json.loads(file.read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     rows: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
@@ -149,10 +149,12 @@ def test_a_router_whose_node_leaves_is_not_ready_but_finishes(make_server: Calla
     with server.client.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         assert next(lines)
+        server.worker.gate.clear()
         server.call(lambda: server.service.leave_node("elsewhere"))
         assert server.client.get("/ready").status_code == 200
         server.call(lambda: server.service.leave_node(""))  # the node of this test's router
         eventually(lambda: server.client.get("/ready").status_code == 503)
         assert server.call(lambda: server.service.num_open_on("")) == 1
+        server.worker.gate.set()
         assert [line for line in lines if line][-1] == "data: [DONE]"
     eventually(lambda: server.call(lambda: server.service.num_open_on("")) == 0)

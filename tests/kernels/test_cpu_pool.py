@@ -43,9 +43,12 @@ def test_an_idle_team_uses_no_time() -> None:
     with threads(3):
         linear(x, packed)
         time.sleep(0.01)  # longer than a member looks for work
-        before = time.process_time()
-        time.sleep(0.3)
-        assert time.process_time() - before < 0.1
+        used_s = []
+        for _ in range(5):  # others of this process may have something to do
+            before_s = time.process_time()
+            time.sleep(0.1)
+            used_s.append(time.process_time() - before_s)
+        assert min(used_s) < 0.03
 
 
 def test_a_forked_child_can_still_work() -> None:

@@ -25,12 +25,13 @@ def test_tokens_are_counted_by_usage_and_times_are_the_peers(make_peer) -> None:
     result = drive(peer.url, some(6, output=9), ClosedLoop(1))
     s = result.summary
     assert (s.completed, s.failed, s.output_tokens, s.prompt_tokens, s.cached_tokens) == (6, 0, 54, 120, 6)
+    late_s: list[float] = []
     for record, writes in zip(result.records, peer.writes_s, strict=True):
         assert len(record.chunk_times_s) == 3  # nine tokens in three chunks
         assert record.ttft_s >= 0.05
-        seen, written = np.diff(record.chunk_times_s), np.diff(writes)
-        assert np.abs(seen - written).max() < 0.2  # one clock on both sides; the bound allows for a busy machine
+        late_s += np.abs(np.diff(record.chunk_times_s) - np.diff(writes)).tolist()
         assert record.tpot_s == pytest.approx((record.e2e_s - record.ttft_s) / 8)
+    assert np.median(late_s) < 0.2  # one clock on both sides; single ones may be late on a busy machine
     assert result.model == "tiny"
 
 
@@ -43,11 +44,11 @@ def test_closed_loop_keeps_as_many_in_flight_as_there_are_users(make_peer) -> No
 
 
 def test_open_loop_sends_when_due(make_peer) -> None:
-    peer = make_peer(first_delay_s=0.2)
+    peer = make_peer(first_delay_s=2.0)
     result = drive(peer.url, some(10), constant(10, 50.0))
     assert [r.due_s for r in result.records] == pytest.approx([i / 50 for i in range(10)])
     assert all(r.sent_s >= r.due_s for r in result.records)
-    assert result.records[9].sent_s < result.records[0].end_s + 0.2  # it did not wait for answers
+    assert result.records[9].sent_s < result.records[0].end_s  # it did not wait for answers
 
 
 def test_prompts_are_the_same_for_the_same_seed_and_share_their_prefix(make_peer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from orcaserve.cluster.local import free_port
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.messages import GenerateRequest, StepPlan, TokenDelta
 from orcaserve.engine.sampling import SamplingParams
@@ -58,8 +58,7 @@ class RankGroup:
     def __init__(self, links: Sequence[Connection], config: WorkerConfig, num_blocks: int = 256) -> None:
         self.links = links
         self.config = config
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            init_method = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        init_method = f"tcp://127.0.0.1:{free_port()}"
         self.num_blocks = min(
             self._gather([("start", (config, rank, init_method, num_blocks)) for rank in range(len(links))])
         )
@@ -148,5 +147,6 @@ def rank_pool() -> RankPool:
 def make_group(model_dir: Path, size: int, num_blocks: int = 256, **changes: Any) -> RankGroup:
     """A loaded group; the next one takes over its ranks. `changes` are fields of WorkerConfig."""
     fields = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 128, "dtype": "float32"}
+    fields["grammar_compile_timeout_s"] = 120.0
     config = WorkerConfig(model_dir=str(model_dir), tensor_parallel_size=size, **(fields | changes))
     return RankGroup(rank_pool().links(size), config, num_blocks)

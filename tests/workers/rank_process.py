@@ -79,8 +79,8 @@ class Rank:
 
     def gloo_alone(self, address: str, rank: int, size: int, timeout_s: float) -> None:
         """Rank 0 begins an all-reduce that nobody else takes part in, and gives it up."""
-        store = make_store(address, rank, size, 30.0)
-        group = DistributedGroup(store, rank, size, "gloo", 30.0)
+        store = make_store(address, rank, size, 300.0)
+        group = DistributedGroup(store, rank, size, "gloo", 300.0)
         group.set_timeout(timeout_s)
         if rank == 0:
             try:

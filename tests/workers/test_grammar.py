@@ -202,9 +202,11 @@ class TestFailures:
     def test_one_that_takes_too_long(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:
         bench = Bench(tokenizer_file, tokenizer, GrammarLimits(compile_timeout_s=0.0))
         schema = {"type": "object", "properties": {f"field_{i}": {"type": "string"} for i in range(400)}}
+        event = bench.hold_compiler()
         bench.take(0, Grammar("json_schema", json.dumps(schema)), wait_for_grammar=False)
         bench.take(1, None)
         assert "longer than 0 s" in bench.step(0, 1).failed[0]
+        event.set()
         bench.sampler.close()
 
     def test_one_that_is_too_large(self, tokenizer_file: Path, tokenizer: Tokenizer) -> None:

@@ -77,7 +77,12 @@ def test_through_scheduler_and_worker(tiny: Callable[..., tuple[Path, Any]], tok
     assert texts(expected[1]) == texts(expected[2])
 
     config = WorkerConfig(
-        model_dir=str(folder), dtype="float32", max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64
+        model_dir=str(folder),
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        grammar_compile_timeout_s=120.0,
     )
     worker = Worker(config, 0, "")
     worker.load()
