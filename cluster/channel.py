@@ -12,6 +12,8 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
+from socket import AF_INET, SHUT_RDWR, SOCK_STREAM, fromfd
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -78,6 +80,7 @@ class Server(Generic[In]):
         self.num_refused = 0  # connections without the right key
         self._fd_of: dict[Peer, int] = {}
         self._peer_at: dict[int, Peer] = {}
+        self._hung_up: set[Peer] = set()  # by us; their event is still to come
         self._known_lost: dict[int, int] = {}  # descriptor -> disconnections that were noticed before their event came
 
         server_key, server_secret = zmq.curve_keypair()
@@ -109,16 +112,18 @@ class Server(Generic[In]):
 
     def send(self, peer: Peer, message: msgspec.Struct) -> bool:
         """False when the peer is gone (or hopelessly behind): `on_lost` is called for it, once."""
-        if peer not in self._fd_of:
+        if peer not in self._fd_of or peer in self._hung_up:
             return False
         try:
             self._socket.send_multipart((peer, self._encoder.encode(message)), zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+            if error.errno == zmq.EAGAIN:
+                self._hang_up(peer)
+            elif error.errno != zmq.EHOSTUNREACH:  # its event is on the way
                 raise
-            asyncio.get_running_loop().call_soon(self._lose, peer)
             return False
-        self._inbox.wake()  # sending may have swallowed the wake-up of a message that came in meanwhile
+        finally:
+            self._inbox.wake()  # sending may have swallowed the wake-up of a message that came in meanwhile
         return True
 
     def close(self) -> None:
@@ -172,10 +177,17 @@ class Server(Generic[In]):
         elif (peer := self._peer_at.get(fd)) is not None:
             self._lose(peer)
 
+    def _hang_up(self, peer: Peer) -> None:
+        """On the connection itself, so that the peer, too, learns of it: one that was only stopped wakes up again."""
+        self._hung_up.add(peer)
+        with suppress(OSError), fromfd(self._fd_of[peer], AF_INET, SOCK_STREAM) as connection:
+            connection.shutdown(SHUT_RDWR)
+
     def _lose(self, peer: Peer) -> None:
         if (fd := self._fd_of.pop(peer, None)) is None:
             return
         del self._peer_at[fd]
+        self._hung_up.discard(peer)
         self._on_lost(peer)
 
 
@@ -229,8 +241,10 @@ class Client(Generic[In]):
         self._on_message(message)
 
     def _on_event(self, _frames: list[zmq.Frame]) -> None:
-        self._inbox.drain()  # what the server had said before it went
-        self._lose()
+        try:
+            self._inbox.drain()  # what the server had said before it went
+        finally:
+            self._lose()
 
     def _lose(self) -> None:
         if self.alive:
@@ -313,21 +327,29 @@ class _Inbox:
             frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return False
-        self._on_frames(frames)
+        try:
+            self._on_frames(frames)
+        except Exception:
+            self.wake()  # the next messages may have been signalled already
+            raise
         return True
 
 
 def _connect(endpoint: Endpoint) -> tuple[zmq.Context, zmq.Socket, zmq.Socket]:
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    _set_limits(socket)
-    socket.identity = uuid.uuid4().hex.encode()
-    socket.curve_serverkey = endpoint.server_key
-    socket.curve_publickey = endpoint.client_public_key
-    socket.curve_secretkey = endpoint.client_secret_key
-    socket.reconnect_ivl = 24 * 3600 * 1000  # never; "never" itself (-1) would throw away what has arrived unread
-    monitor = socket.get_monitor_socket(_CLIENT_ENDS)
-    socket.connect(endpoint.address)
+    try:
+        socket = context.socket(zmq.DEALER)
+        _set_limits(socket)
+        socket.identity = uuid.uuid4().hex.encode()
+        socket.curve_serverkey = endpoint.server_key
+        socket.curve_publickey = endpoint.client_public_key
+        socket.curve_secretkey = endpoint.client_secret_key
+        socket.reconnect_ivl = 24 * 3600 * 1000  # never; "never" itself (-1) would throw away what has arrived unread
+        monitor = socket.get_monitor_socket(_CLIENT_ENDS)
+        socket.connect(endpoint.address)
+    except zmq.ZMQError:
+        context.destroy(0)  # descriptors may be what was missing
+        raise
     return context, socket, monitor
 
 

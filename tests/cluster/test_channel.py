@@ -179,6 +179,72 @@ def test_a_stopped_process_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyP
     run(test)
 
 
+def test_a_peer_that_was_hopelessly_behind_learns_that_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One side alone would not do: it wakes up, hears nothing more, and takes the line for a good one."""
+    monkeypatch.setattr(channel, "MAX_UNSENT_MESSAGES", 8)
+
+    async def test(side: Side) -> None:
+        async with side.process() as child:
+            [peer] = side.server.peers
+            os.kill(child.pid, signal.SIGSTOP)
+            while side.server.send(peer, Ping(1, b"x" * 2**20)):
+                await asyncio.sleep(0)
+            assert not side.server.send(peer, Ping(2))
+            await until(lambda: side.lost == [peer])
+            assert side.server.peers == []
+            os.kill(child.pid, signal.SIGCONT)
+            await until(lambda: child.poll() is not None)  # ended by ChannelClosed
+            assert len(side.lost) == 1
+
+    run(test)
+
+
+def test_a_callback_that_raises_holds_up_no_other_message() -> None:
+    async def test(_side: Side) -> None:
+        bugs: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context["exception"]))
+        got: list[bytes] = []
+
+        def take(frames: list[zmq.Frame]) -> None:
+            got.append(frames[0].bytes)
+            raise RuntimeError("a bug")
+
+        with zmq.Context() as context, context.socket(zmq.PAIR) as here, context.socket(zmq.PAIR) as there:
+            here.bind("inproc://test")
+            there.connect("inproc://test")
+            for number in range(3):  # all are there before the first is looked at, so they signal once
+                there.send(bytes([number]))
+            inbox = channel._Inbox(here, take)
+            await until(lambda: len(got) == 3)
+            inbox.close()
+        assert got == [b"\0", b"\1", b"\2"]
+        assert [str(bug) for bug in bugs] == ["a bug"] * 3
+
+    run(test)
+
+
+def test_a_client_whose_last_message_raises_still_learns_of_the_end() -> None:
+    async def test(side: Side) -> None:
+        bugs: list[Any] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: bugs.append(context["exception"]))
+        lost = asyncio.Event()
+
+        def take(_: Any) -> None:
+            raise RuntimeError("a bug")
+
+        client: Client[Any] = Client(side.server.endpoint, Message, take, lost.set)  # type: ignore[arg-type]
+        client.send(Ping(1))
+        await until(lambda: len(side.got) == 1)
+        loop.remove_reader(client._inbox._fd)  # it reads when it hears of the end, as it does now and then anyhow
+        side.server.send(side.server.peers[0], Pong(1))
+        side.server.close()
+        await asyncio.wait_for(lost.wait(), 5)
+        assert [str(bug) for bug in bugs] == ["a bug"]
+
+    run(test)
+
+
 def test_a_descriptor_used_again_is_another_peer() -> None:
     async def test(side: Side) -> None:
         for i in range(20):
