@@ -233,6 +233,8 @@ class SchedulerService:
             self._node_of[peer] = message.node_id
             self._routers.send(peer, Welcome(self._clock()))
             self.observer.note("router", f"router {self._num_streams} connected")
+        elif peer not in self._stream_of:
+            return  # whoever has not said who it is gets nothing
         elif isinstance(message, Submit):
             self._submit(peer, message)
         elif isinstance(message, Abort):

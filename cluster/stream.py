@@ -282,21 +282,27 @@ class EngineStream:
     async def _connect(self) -> None:
         while not self._connected.is_set():
             try:
-                endpoint = await self._locate()
+                await self._call()
             except (ConnectionError, TimeoutError) as error:
                 logger.info("no scheduler yet: %s", error)
+            except Exception:  # whatever it is: without this task the router is deaf for good
+                logger.warning("could not connect to the scheduler", exc_info=True)
+            if not self._connected.is_set():
                 await asyncio.sleep(random.uniform(*_RECONNECT_PAUSE_S))
-                continue
-            self._epoch += 1
-            self._hung_up.clear()
-            self._client = Client(endpoint, ToRouter, self._on_message, self._on_lost)
+
+    async def _call(self) -> None:
+        """Connect if the scheduler is there and answers in time."""
+        endpoint = await self._locate()
+        self._epoch += 1
+        self._hung_up.clear()
+        self._client = Client(endpoint, ToRouter, self._on_message, self._on_lost)
+        try:
             self._client.send(Open(self._node_id))
             await _first(self._connected, self._hung_up, CONNECT_TIMEOUT_S)
-            if not self._connected.is_set():
-                if self._client is not None:
-                    self._client.close()
-                    self._client = None
-                await asyncio.sleep(random.uniform(*_RECONNECT_PAUSE_S))
+        finally:
+            if not self._connected.is_set() and self._client is not None:
+                self._client.close()
+                self._client = None
 
     async def _wait_connected(self) -> None:
         try:

@@ -13,7 +13,7 @@ import pytest
 from orcaserve.cluster.channel import BlockingClient, Client, Endpoint
 from orcaserve.cluster.service import SchedulerService
 from orcaserve.cluster.stream import Deltas, EngineStream
-from orcaserve.cluster.wire import ClusterStatus, Open, Submit, ToRouter
+from orcaserve.cluster.wire import Accepted, ClusterStatus, Open, Submit, ToRouter, Welcome
 from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.errors import ContextLengthExceeded, QueueFull, RequestRefused, Unavailable
 from orcaserve.engine.messages import GenerateRequest
@@ -282,6 +282,58 @@ def test_streams_are_said_again_shortest_first(counting_ranks: Callable[..., Cou
             said = [new.num_prompt_tokens for plan in rank.plans for new in plan.new_slots]
             assert said == [10, 20, 30, 40]
             assert stream.num_held == len(under_way)
+
+    run(test)
+
+
+def test_no_error_on_the_way_to_the_scheduler_is_the_end_of_the_way(
+    counting_ranks: Callable[..., CountingRank],
+) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            await here.group()
+            good = here.service.router_endpoint
+            no_address = msgspec.structs.replace(good, address="no address")  # ZeroMQ's own error
+            answers: list[Endpoint | Exception] = [no_address, RuntimeError("a bug"), OSError("out of descriptors")]
+
+            async def locate() -> Endpoint:
+                answer = answers.pop(0) if answers else good
+                if isinstance(answer, Exception):
+                    raise answer
+                return answer
+
+            stream = EngineStream(locate)
+            here.streams.append(stream)
+            await asyncio.wait_for(stream.start(), 5)
+            assert not answers
+            deltas = await stream.submit(request("r", [1, 2], 300))
+            answers.append(no_address)
+            here.restart()
+            good = here.service.router_endpoint
+            await here.group(incarnation="b")
+            assert await tokens_of(deltas) == [counted_tokens([1, 2], 300)]
+            assert not answers
+
+    run(test)
+
+
+def test_nothing_is_done_for_a_router_that_has_not_opened_its_line(
+    counting_ranks: Callable[..., CountingRank],
+) -> None:
+    async def test() -> None:
+        async with stage(counting_ranks) as here:
+            bugs: list[object] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: bugs.append(context))
+            heard: list[object] = []
+            client: Client[ToRouter] = Client(here.service.router_endpoint, ToRouter, heard.append, lambda: None)
+            client.send(Submit(request("early", [1]), resumed=False))
+            client.send(Open())
+            client.send(Submit(request("late", [1]), resumed=False))
+            await eventually(lambda: len(heard) == 2)
+            client.close()
+            assert [type(message) for message in heard] == [Welcome, Accepted]
+            assert here.service.scheduler.stats().waiting == 1
+            assert not bugs
 
     run(test)
 
