@@ -304,7 +304,7 @@ def test_no_error_on_the_way_to_the_scheduler_is_the_end_of_the_way(
 
             stream = EngineStream(locate)
             here.streams.append(stream)
-            await asyncio.wait_for(stream.start(), 5)
+            await asyncio.wait_for(stream.start(), 30)
             assert not answers
             deltas = await stream.submit(request("r", [1, 2], 300))
             answers.append(no_address)
