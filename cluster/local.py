@@ -19,6 +19,7 @@ from orcaserve.cluster.haproxy import write_wrapper
 # A router never blocks its event loop, so it needs no thread of its own in Serve's replica: a chunk that changes
 # threads costs more than all else about it. Frozen start-up objects are not looked at by every garbage collection.
 ROUTER_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_FREEZE_GC_ON_STARTUP": "1"}
+VITAL_PARTS = {"raylet", "gcs_server"}  # without the others requests are answered as before
 
 
 class LocalRay:
@@ -38,6 +39,7 @@ class LocalRay:
             "RAY_AUTH_MODE": "token",
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
+            "RAY_task_events_report_interval_ms": "0",  # nobody reads them, and at the end a GCS that is gone costs 5 s
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
             **_inner_ports(),
             "RAY_SERVE_LOG_TO_STDERR": "0",
@@ -99,13 +101,13 @@ def shield_ray_from_signals() -> None:
     setattr(services, "ConsolePopen", start)  # noqa: B010, to a type checker it is a class
 
 
-def ray_lives() -> bool:
-    """False once the Ray that this process has started lacks a part it cannot do without, whoever ended that."""
-    from ray._private import ray_constants, worker
+def ended_parts() -> set[str]:
+    """Kinds of those processes that are gone, whoever ended them, of the Ray that this process has started."""
+    from ray._private import worker
 
-    vital = (ray_constants.PROCESS_TYPE_RAYLET, ray_constants.PROCESS_TYPE_GCS_SERVER)
     node = worker._global_node
-    return node is not None and not any(kind in vital for kind, _ in node.dead_processes())
+    assert node is not None
+    return {kind for kind, _ in node.dead_processes()}
 
 
 def keep_replica_on_loopback() -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from orcaserve.cluster.config import ServeConfig
-from orcaserve.cluster.local import LocalRay, port_is_free, ray_lives, shield_ray_from_signals
+from orcaserve.cluster.local import VITAL_PARTS, LocalRay, ended_parts, port_is_free, shield_ray_from_signals
 from orcaserve.cluster.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> in
         print(_greeting(config, model), flush=True)
         if local is not None:
             local.remember_processes()  # without the raylet its workers would be nobody's children
-        while local is None or ray_lives():
+        while local is None or not ended_parts() & VITAL_PARTS:
             time.sleep(_WATCH_S)
         say("error: Ray has ended, and the service with it")
         return 1
@@ -203,12 +203,15 @@ class _Service:
             self._say(f"the scheduler is left to end by itself: {type(error).__name__}")
 
     def _answer(self, call: Any, within_s: float) -> Any:
-        """As ray.get, but it does not wait for a Ray that is gone: that is a ConnectionError."""
+        """As ray.get, but it does not wait for a Ray that is gone or going: that is a ConnectionError.
+
+        A raylet that was told to end takes ten seconds for it; the least of its companions goes at once.
+        """
         import ray
 
         until_s = time.monotonic() + within_s
         while not ray.wait([call], timeout=_POLL_S)[0] and time.monotonic() < until_s:
-            if self._local is not None and not ray_lives():
+            if self._local is not None and ended_parts():
                 raise ConnectionError("Ray was ended before us, and the running requests with it")
         return ray.get(call, timeout=0)
 
