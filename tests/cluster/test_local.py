@@ -34,8 +34,11 @@ def test_a_ray_of_our_own_is_told_such_ports_alone() -> None:
 def test_a_proxy_that_is_born_during_the_end_does_not_survive_it() -> None:
     local = LocalRay()
     local.remember_processes()
-    proxy = subprocess.Popen([sys.executable, "-c", "input()", str(local.folder)], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", "print(flush=True); input()", str(local.folder)]
+    proxy = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert proxy.stdout is not None
+        proxy.stdout.readline()  # its command line is there
         local.close(patience_s=0.0)
         assert proxy.wait(0) == -signal.SIGTERM
     finally:
