@@ -169,10 +169,10 @@ def test_a_group_lives_on_one_node_and_each_on_its_own(site: Site) -> None:
 
 def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     prompts = [(i + 7, 1200 + i, 99) for i in range(6)]
-    expected = site.undisturbed(prompts, [150] * 6)
+    expected = site.undisturbed(prompts, [100] * 6)
     at_first = site.status()
     before = at_first.scheduler.generation_tokens
-    running = site.start_all(prompts, [150] * 6)
+    running = site.start_all(prompts, [100] * 6)
     until(lambda: site.status().scheduler.generation_tokens > before + 60, 120)
     lost = site.status().groups[0].node_ids[0]
     [node] = [node for node in site.nodes if node.node_id == lost]
