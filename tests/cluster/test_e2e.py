@@ -161,7 +161,7 @@ async def _status_or_none(stream: EngineStream) -> ClusterStatus | None:
 class Crowd:
     """Streams that are under way while something happens to the server."""
 
-    def __init__(self, driver: Driver, num_tokens: int = 150) -> None:
+    def __init__(self, driver: Driver, num_tokens: int = 100) -> None:
         prompts = prompts_of(5, 9, 17, 30, 40, 3, 12, 21)
         cases = [(p, num_tokens, 0.0 if i % 2 else 0.9) for i, p in enumerate(prompts)]
         self.expected = driver.undisturbed(*cases)
