@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -73,7 +72,7 @@ class Side:
             child.wait()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.005)
@@ -83,7 +82,7 @@ def run(test: Callable[[Side], Coroutine[Any, Any, None]]) -> None:
     async def whole() -> None:
         side = Side()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(120):
                 await test(side)
         finally:
             side.server.close()
@@ -131,7 +130,7 @@ def test_strangers_are_not_let_in() -> None:
         forged = Endpoint(side.server.endpoint.address, side.server.endpoint.server_key, *zmq.curve_keypair())
         stranger: Client[Any] = Client(forged, Message, lambda _: None, lost.set)  # type: ignore[arg-type]
         stranger.send(Ping(1))
-        await asyncio.wait_for(lost.wait(), 5)
+        await asyncio.wait_for(lost.wait(), 30)
         plain = zmq.Context.instance().socket(zmq.DEALER)
         plain.connect(side.server.endpoint.address)
         plain.send(msgspec.msgpack.encode(Ping(2)))
@@ -156,13 +155,14 @@ def test_listens_on_the_address_it_was_given_alone() -> None:
     run(test)
 
 
-def test_a_killed_process_is_noticed_at_once() -> None:
+def test_a_killed_process_is_noticed_by_its_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HEARTBEAT_INTERVAL_MS", 3_600_000)
+    monkeypatch.setattr(channel, "HEARTBEAT_TIMEOUT_MS", 3_600_000)
+
     async def test(side: Side) -> None:
         async with side.process() as child:
             os.kill(child.pid, signal.SIGKILL)
-            started_s = time.monotonic()
             await until(lambda: len(side.lost) == 1)
-            assert time.monotonic() - started_s < 1.0
 
     run(test)
 
@@ -174,7 +174,7 @@ def test_a_stopped_process_is_noticed_by_its_silence(monkeypatch: pytest.MonkeyP
     async def test(side: Side) -> None:
         async with side.process() as child:
             os.kill(child.pid, signal.SIGSTOP)
-            await until(lambda: len(side.lost) == 1, within_s=8.0)
+            await until(lambda: len(side.lost) == 1)
 
     run(test)
 
@@ -239,7 +239,7 @@ def test_a_client_whose_last_message_raises_still_learns_of_the_end() -> None:
         loop.remove_reader(client._inbox._fd)  # it reads when it hears of the end, as it does now and then anyhow
         side.server.send(side.server.peers[0], Pong(1))
         side.server.close()
-        await asyncio.wait_for(lost.wait(), 5)
+        await asyncio.wait_for(lost.wait(), 30)
         assert [str(bug) for bug in bugs] == ["a bug"]
 
     run(test)
@@ -268,7 +268,7 @@ def test_clients_learn_of_the_servers_end_after_reading_all() -> None:
         await until(lambda: len(side.got) == 1)
         side.server.send(side.server.peers[0], Pong(9))
         side.server.close()
-        await asyncio.wait_for(lost.wait(), 5)
+        await asyncio.wait_for(lost.wait(), 30)
         assert back == [Pong(9)]
         assert not client.send(Ping(2))
 
@@ -297,7 +297,7 @@ def test_a_thread_reads_all_before_it_is_told_of_the_end() -> None:
         for i in range(50):
             side.server.send(side.server.peers[0], Pong(i))
         side.server.close()
-        await asyncio.to_thread(thread.join, 5)
+        await asyncio.to_thread(thread.join, 30)
         assert read == [Pong(i) for i in range(50)]
         assert len(failure) == 1
 
@@ -337,6 +337,6 @@ def test_nobody_there() -> None:
         lost = asyncio.Event()
         nowhere = Endpoint("tcp://127.0.0.1:1", there.server_key, there.client_public_key, there.client_secret_key)
         Client(nowhere, Message, lambda _: None, lost.set)  # type: ignore[arg-type,var-annotated]
-        await asyncio.wait_for(lost.wait(), 5)
+        await asyncio.wait_for(lost.wait(), 30)
 
     run(test)
