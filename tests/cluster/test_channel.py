@@ -72,8 +72,8 @@ class Side:
             child.wait()
 
 
-async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 
