@@ -116,10 +116,10 @@ def test_choices_of_one_seed_differ_and_come_again(ann: openai.OpenAI) -> None:
 def test_the_urgent_go_first(ann: openai.OpenAI) -> None:
     order: list[str] = []
 
-    def run(name: str, length: int, max_tokens: int, priority: int) -> None:
+    def run(name: str, start: int, length: int, max_tokens: int, priority: int) -> None:
         chunks = ann.completions.create(
             model=MODEL,
-            prompt=list(range(7000, 7000 + length)),
+            prompt=list(range(start, start + length)),  # no two of them share a block
             max_tokens=max_tokens,
             temperature=0,
             stream=True,
@@ -136,12 +136,12 @@ def test_the_urgent_go_first(ann: openai.OpenAI) -> None:
             assert time.monotonic() < deadline_s, now
             time.sleep(0.01)
 
-    with ThreadPoolExecutor(3) as pool:  # 5 blocks and more; then 10 each: no two of the three fit together
-        runs = [pool.submit(run, "first", 80, 112, 0)]
+    with ThreadPoolExecutor(3) as pool:  # 3 blocks and more; then 10 each: no two of the three fit together
+        runs = [pool.submit(run, "first", 7000, 40, 152, 0)]
         wait_for(1, 0)
-        runs.append(pool.submit(run, "patient", 150, 8, 5))
+        runs.append(pool.submit(run, "patient", 9000, 150, 8, 5))
         wait_for(1, 1)
-        runs.append(pool.submit(run, "urgent", 151, 8, 1))
+        runs.append(pool.submit(run, "urgent", 11_000, 151, 8, 1))
         for each in runs:
             each.result(60)
     order.remove("first")  # its chunks may reach us late
