@@ -1,4 +1,4 @@
-"""A scheduler's service, its groups and routers' streams over real channels; ranks are threads with a sum for a model."""
+"""A scheduler's service, its groups and routers' streams over real channels; the ranks are CountingRanks."""
 
 from __future__ import annotations
 
