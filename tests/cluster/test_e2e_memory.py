@@ -36,7 +36,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         serving.wait_ready(240)
         yield serving
     finally:
-        serving.stop()
+        assert serving.stop() < 10  # what Ctrl-C promises
 
 
 def client(serving: Serving, tenant: str = "ann") -> openai.OpenAI:
