@@ -72,6 +72,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     chunks: list[Chunk]  # prefill pieces
     decode_slots: bytes  # int32; slots that compute the one token they sampled last, and sample the next
     num_draft_tokens: int = 0  # that a worker may propose and verify for each decode slot, within the slot's blocks
+    block_imports: list[tuple[int, int, int]] = []  # copy KV block (lost group, its block, destination) into this pool,
+    # before all else
+
+
+class PoolFile(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's KV pool in memory that its neighbours on the host can map, and keep when the rank dies."""
+
+    path: str  # /proc/<pid>/fd/<n> of its owner
+    name: str  # of the memory itself; a reader verifies it, since the path means something else once the owner is gone
+    num_blocks: int
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
