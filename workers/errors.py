@@ -51,6 +51,10 @@ class NotEnoughMemory(WorkerError):
     """Weights fit, but too little is left for a useful KV pool."""
 
 
+class PoolUnreadable(WorkerError):
+    """The KV pool of a neighbour is not there any more, not on this host, or of another shape."""
+
+
 class RendezvousTimeout(WorkerError):
     """The ranks of the group did not all meet in time."""
 

@@ -1,4 +1,4 @@
-"""This rank's part of the paged KV pool: how many blocks it can hold, and the tensors."""
+"""This rank's part of the paged KV pool: how many blocks it can hold, and the tensors where no neighbour reads them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ class KvShape:
         self.block_bytes = 2 * config.num_layers * per_layer * dtype.itemsize
 
     def allocate(self, num_blocks: int, device: torch.device) -> list[Tensor]:
-        """One tensor a layer, [2, num_blocks, num_kv_heads, block_size, head_dim]. Pages are touched as blocks are."""
+        """One tensor a layer, [2, num_blocks, num_kv_heads, block_size, head_dim]. Pages are touched as blocks are.
+
+        Private to this process; kv_pool.SharedKvPool is the one that neighbours can read.
+        """
         shape = (2, num_blocks, *self.block_shape)
         if device.type == "cpu":
             return [_untouched_zeros(shape, self.dtype) for _ in range(self.num_layers)]
