@@ -21,6 +21,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int = 0  # CPU: for the whole group's rank; 0: a share of the free memory
+    share_kv: bool = False  # neighbours on this host may read the pool; CPU only, ignored on a GPU
     gpu_memory_utilization: float = 0.9
     attention_backend: Literal["auto", "triton", "xformers", "flashinfer", "cpu", "reference"] = "auto"
     num_threads: int = 0  # CPU threads of one rank; 0: the cores divided by the ranks

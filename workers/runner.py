@@ -15,6 +15,7 @@ from orcaserve.kernels.block_copy import copy_blocks
 from orcaserve.workers.batch import StepBatch, build_batch, on
 from orcaserve.workers.compiled import CompiledDecode
 from orcaserve.workers.graphs import DecodeGraphs
+from orcaserve.workers.kv_pool import SharedKvPool
 from orcaserve.workers.models.decoder import Decoder
 from orcaserve.workers.sampler import Sampled, Sampler
 from orcaserve.workers.slots import SlotTable
@@ -25,7 +26,7 @@ Drafts = list[np.ndarray]  # of each decode slot
 
 
 class ModelRunner:
-    """`sampler` is there on rank 0 alone."""
+    """`sampler` is there on rank 0 alone, `kv_pool` where the model's pool is shared with neighbours."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class ModelRunner:
         sampler: Sampler | None,
         *,
         device: torch.device,
+        kv_pool: SharedKvPool | None = None,
         drafter: Drafter | None = None,
         graphs: DecodeGraphs | None = None,
         compiled: CompiledDecode | None = None,
@@ -46,6 +48,7 @@ class ModelRunner:
         self.slots = slots
         self.sampler = sampler
         self.device = device
+        self.kv_pool = kv_pool
         self.drafter = drafter
         self.graphs = graphs
         self.compiled = compiled
@@ -70,6 +73,9 @@ class ModelRunner:
         return msgspec.structs.replace(result, forward_s=computed - started, sample_s=self.clock() - computed)
 
     def _apply(self, plan: StepPlan) -> None:
+        if plan.block_imports:
+            assert self.kv_pool is not None, "a plan imports KV blocks into a pool that is not shared"
+            self.kv_pool.import_blocks(plan.block_imports)
         self.slots.apply_plan(plan)
         if self.sampler is not None:
             for slot in plan.freed_slots:

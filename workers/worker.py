@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orcaserve.engine.messages import Chunk, NewSlot, StepPlan, StepResult
+from orcaserve.engine.messages import Chunk, NewSlot, PoolFile, StepPlan, StepResult
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.kernels import cpu
 from orcaserve.kernels.batch import AttentionBatch
@@ -22,6 +22,7 @@ from orcaserve.workers.config import WorkerConfig
 from orcaserve.workers.errors import BackendUnusable, CannotCompile, ModelLoadError
 from orcaserve.workers.grammar import GrammarCompiler, GrammarLimits
 from orcaserve.workers.graphs import DecodeGraphs
+from orcaserve.workers.kv_pool import SharedKvPool
 from orcaserve.workers.models.config import ModelConfig, read_config
 from orcaserve.workers.models.decoder import Decoder, Setup
 from orcaserve.workers.models.registry import load_model, model_dtype, refuse_unknown, shards_of
@@ -37,13 +38,15 @@ TOKENIZER = "tokenizer.json"
 class Worker:
     """Calls come in this order: load, num_kv_blocks, allocate, warm_up, then step and reset.
 
-    All ranks of a group get the same calls, and all but `reset` meet inside: none returns before all have been made.
+    All ranks of a group get the same calls, and all but `reset`, `hold` and `drop` meet inside: none returns before all
+    have been made.
     """
 
     model_config: ModelConfig
     tp: TpGroup
     model: Decoder
     kv_shape: kv_shard.KvShape
+    kv_pool: SharedKvPool | None = None  # where neighbours may read it
     runner: ModelRunner
     sampler: Sampler | None = None  # of rank 0
 
@@ -94,7 +97,11 @@ class Worker:
         return kv_shard.num_gpu_blocks(self.config, self.kv_shape, self.device, self._profile)
 
     def allocate(self, num_blocks: int) -> None:
-        self.model.attach(self.kv_shape.allocate(num_blocks, self.device))
+        if self.config.share_kv and self.config.device == "cpu":
+            self.kv_pool = SharedKvPool(self.kv_shape, num_blocks)
+            self.model.attach(self.kv_pool.layers)
+        else:
+            self.model.attach(self.kv_shape.allocate(num_blocks, self.device))
         self.num_blocks = num_blocks
         self.compiled = self._compile()
         self.graphs = self._capture_graphs()
@@ -114,15 +121,31 @@ class Worker:
         self.tp.set_timeout(self.config.step_timeout_s)
         self.reset()
 
+    @property
+    def pool_file(self) -> PoolFile | None:
+        """Where neighbours find the KV pool of this rank, once it is allocated, if they may read it."""
+        return None if self.kv_pool is None else self.kv_pool.file
+
+    def hold(self, group_id: int, file: PoolFile) -> None:
+        """Keep the pool of a neighbour, so that plans can import its blocks. Raises PoolUnreadable."""
+        assert self.kv_pool is not None
+        self.kv_pool.hold(group_id, file)
+
+    def drop(self, group_id: int) -> None:
+        assert self.kv_pool is not None
+        self.kv_pool.drop(group_id)
+
     def step(self, plan: StepPlan) -> StepResult | None:
         """One model step; the result comes from rank 0, the others return None."""
         with torch.inference_mode():
             return self.runner.run(plan)
 
     def reset(self) -> None:
-        """Forget all slots: a new scheduler adopts this worker."""
+        """Forget all slots and the pools of neighbours: a new scheduler adopts this worker."""
         config = self.config
         self._close_sampler()
+        if self.kv_pool is not None:
+            self.kv_pool.drop_all()
         slots = SlotTable(config.max_num_seqs, config.max_model_len, config.block_size)
         if self.rank == 0:
             self.sampler = self._make_sampler(slots)
@@ -132,6 +155,7 @@ class Worker:
             slots,
             self.sampler,
             device=self.device,
+            kv_pool=self.kv_pool,
             drafter=PromptLookup() if config.num_speculative_tokens else None,
             graphs=self.graphs,
             compiled=self.compiled,
@@ -139,6 +163,8 @@ class Worker:
 
     def close(self) -> None:
         self._close_sampler()
+        if self.kv_pool is not None:
+            self.kv_pool.close()
         self.tp.close()
 
     def _make_sampler(self, slots: SlotTable) -> Sampler:

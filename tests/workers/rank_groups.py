@@ -15,7 +15,7 @@ from typing import Any
 
 from orcaserve.cluster.local import free_port
 from orcaserve.engine.config import SchedulerConfig
-from orcaserve.engine.messages import GenerateRequest, StepPlan, TokenDelta
+from orcaserve.engine.messages import GenerateRequest, PoolFile, StepPlan, TokenDelta
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.engine.scheduler import Scheduler
 from orcaserve.workers.config import WorkerConfig
@@ -45,6 +45,13 @@ class RankPool:
             listener.close()
         return self._links[:size]
 
+    def kill(self) -> None:
+        """They have no time to do anything about it."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait(DEADLINE_S)
+
     def close(self) -> None:
         for link in self._links:
             link.send(None)
@@ -66,6 +73,13 @@ class RankGroup:
     def call(self, name: str, *arguments: Any) -> Any:
         """What rank 0 answers; raises what any rank raised."""
         return self._gather([(name, arguments)] * len(self.links))[0]
+
+    def pool_files(self) -> list[PoolFile]:
+        return self._gather([("pool_file", ())] * len(self.links))
+
+    def hold(self, group_id: int, files: Sequence[PoolFile]) -> None:
+        """Each rank the pool of the same rank."""
+        self._gather([("hold", (group_id, file)) for file in files])
 
     def step(self, plan: StepPlan) -> Any:
         return self.call("step", plan)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from orcaserve.engine.messages import PoolFile
 from orcaserve.workers.config import WorkerConfig
 from orcaserve.workers.sharding import even_span
 from orcaserve.workers.tp import DistributedGroup, make_store
@@ -42,6 +43,14 @@ class Rank:
     def warm_up(self) -> None:
         assert self.worker is not None
         self.worker.warm_up()
+
+    def pool_file(self) -> PoolFile | None:
+        assert self.worker is not None
+        return self.worker.pool_file
+
+    def hold(self, group_id: int, file: PoolFile) -> None:
+        assert self.worker is not None
+        self.worker.hold(group_id, file)
 
     def step(self, plan: Any) -> Any:
         assert self.worker is not None

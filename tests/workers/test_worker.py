@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from rank_groups import generate, greedy, make_group, token_ids
+from rank_groups import RankGroup, RankPool, generate, greedy, make_group, token_ids
 from tiny_models import assert_greedy, reference_greedy, reference_logits
 
 from orcaserve.engine.messages import Chunk, NewSlot, StepPlan
@@ -44,12 +46,22 @@ def new_slot(slot: int, prompt: list[int], **sampling) -> NewSlot:
     return NewSlot(slot, np.array(prompt, np.int32).tobytes(), len(prompt), params)
 
 
-def plan(step_id: int, *, new=(), blocks=None, chunks=(), decodes=(), freed=(), copies=()) -> StepPlan:
+def plan(step_id: int, *, new=(), blocks=None, chunks=(), decodes=(), freed=(), copies=(), imports=()) -> StepPlan:
     """blocks: {slot: block ids to append}."""
     owners = [slot for slot, ids in (blocks or {}).items() for _ in ids]
     ids = [block for ids in (blocks or {}).values() for block in ids]
     columns = [np.array(values, np.int32).tobytes() for values in (owners, ids, list(decodes))]
-    return StepPlan(step_id, list(freed), list(new), columns[0], columns[1], list(copies), list(chunks), columns[2])
+    return StepPlan(
+        step_id,
+        list(freed),
+        list(new),
+        columns[0],
+        columns[1],
+        list(copies),
+        list(chunks),
+        columns[2],
+        block_imports=list(imports),
+    )
 
 
 def one_token(prompt: list[int]) -> StepPlan:
@@ -267,3 +279,67 @@ def test_padding_of_the_vocabulary_is_never_sampled(tiny, tmp_path):
     result = worker.step(plan(1, new=[new_slot(0, PROMPT)], blocks={0: [0, 1, 2, 3]}, chunks=[Chunk(0, 0, 50, True)]))
     assert sampled(result) == [next(token for token in ids if token < known)]
     worker.close()
+
+
+@pytest.fixture
+def doomed_ranks(tmp_path_factory) -> Iterator[RankPool]:
+    pool = RankPool(tmp_path_factory.mktemp("doomed"))
+    yield pool
+    pool.kill()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_neighbour_goes_on_with_the_blocks_of_a_killed_group(tiny, doomed_ranks, size):
+    """43 tokens are computed when it dies: what lies behind them in the third block is of another stream."""
+    heir = make_group(tiny("llama")[0], size, num_blocks=16, share_kv=True)
+    lost = RankGroup(doomed_ranks.links(size), heir.config, num_blocks=16)
+    heir.hold(7, lost.pool_files())
+    prompt = PROMPT[:40]
+
+    def compute(blocks: list[int], num_tokens: int) -> tuple[list[int], list[np.ndarray]]:
+        """The tokens and their logits, from the first on."""
+        lost.call("reset")
+        first = plan(0, new=[new_slot(3, prompt)], blocks={3: blocks}, chunks=[Chunk(3, 0, len(prompt), True)])
+        steps = [lost.call("step_with_logits", first)]
+        steps += [lost.call("step_with_logits", plan(step, decodes=[3])) for step in range(1, num_tokens)]
+        return [token for result, _ in steps for token in sampled(result)], [logits for _, [logits] in steps]
+
+    tokens, logits = compute([6, 9, 3], 8)
+    known = [*prompt, *compute([9, 3, 6], 4)[0]]
+    doomed_ranks.kill()
+    new = NewSlot(2, np.array(known, np.int32).tobytes(), len(prompt), new_slot(2, prompt).sampling)
+    first = plan(
+        0,
+        new=[new],
+        blocks={2: [4, 8, 5]},
+        imports=[(7, 6, 1), (7, 9, 4), (7, 3, 8)],
+        copies=[(1, 5)],  # of a block that is imported in the same step
+        chunks=[Chunk(2, 43, 1, True)],
+    )
+    steps = [heir.call("step_with_logits", first)]
+    steps += [heir.call("step_with_logits", plan(step, decodes=[2])) for step in range(1, 4)]
+    assert known[40:] + [token for result, _ in steps for token in sampled(result)] == tokens
+    assert all(map(np.array_equal, [rows for _, [rows] in steps], logits[4:]))
+
+
+def test_a_worker_holds_pools_until_they_are_dropped_or_it_is_reset(tiny):
+    worker = Worker(config(tiny("llama")[0], share_kv=True), 0, "")
+    worker.load()
+    assert worker.pool_file is None, "not allocated yet"
+    worker.allocate(64)
+    file = worker.pool_file
+    assert file is not None
+    for drop in (lambda: worker.drop(7), worker.reset):
+        worker.hold(7, file)
+        worker.step(plan(0, imports=[(7, 1, 2)]))
+        drop()
+        with pytest.raises(AssertionError, match="group 7 is not held"):
+            worker.step(plan(0, imports=[(7, 1, 2)]))
+    worker.close()
+    assert not os.path.lexists(file.path)
+
+
+def test_the_pool_is_private_unless_asked_for(worker):
+    assert worker.pool_file is None
+    with pytest.raises(AssertionError, match="not shared"):
+        worker.step(plan(0, imports=[(7, 1, 2)]))
