@@ -26,7 +26,7 @@ class SlotTable:
         self.sampling: list[SamplingParams | None] = [None] * max_num_seqs
 
     def apply_plan(self, plan: StepPlan) -> None:
-        """Free, fill and extend rows as the plan says; imports and copies of blocks and tokens are the runner's part."""
+        """Free, fill and extend rows as the plan says; imported and copied blocks and tokens are the runner's."""
         for slot in plan.freed_slots:
             self.num_tokens[slot] = self.num_blocks[slot] = 0
             self.sampling[slot] = None
