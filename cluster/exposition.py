@@ -95,6 +95,11 @@ class _Families:
             ("orcaserve:computed_prompt_tokens", "Prompt tokens computed, again included.", stats.prompt_tokens),
             ("orcaserve:padding_tokens", "Tokens computed for nobody.", stats.padding_tokens),
             ("orcaserve:migrations", "Requests that lost their group and went on.", stats.num_migrations),
+            (
+                "orcaserve:imported_kv_blocks",
+                "KV blocks that requests took along from the pool of a lost group.",
+                stats.num_imported_blocks,
+            ),
             ("orcaserve:steps", "Model steps of all groups.", stats.num_steps),
         ):
             yield self._counter(name, text, {(): float(value)})

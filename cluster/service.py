@@ -18,6 +18,7 @@ from orcaserve.cluster.auth import read_tenants
 from orcaserve.cluster.channel import Endpoint, Peer, Server
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.neighbours import Neighbours
 from orcaserve.cluster.observer import Flight, Observer
 from orcaserve.cluster.wire import (
     Abort,
@@ -31,10 +32,12 @@ from orcaserve.cluster.wire import (
     FromRank,
     FromRouter,
     Hello,
+    Holds,
     Leave,
     NodeLeaves,
     NodeSeen,
     Open,
+    PoolAt,
     Refused,
     Report,
     StatusReply,
@@ -61,6 +64,7 @@ class _Line:
     group_id: int
     incarnation: str
     peers: list[Peer | None]
+    pools: list[PoolAt | None]
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     stepping: bool = False  # the engine knows the group
     in_flight: deque[Flight] = field(default_factory=deque)  # oldest first
@@ -94,6 +98,7 @@ class SchedulerService:
         self._node_of: dict[Peer, str] = {}
         self._leaving: set[str] = set()  # nodes
         self._num_streams = 0
+        self._neighbours = Neighbours(self.scheduler, self._ranks.send)
         self._lines: dict[int, _Line] = {}
         self._line_of: dict[Peer, tuple[_Line, int]] = {}
         self._pump_due = False
@@ -124,7 +129,7 @@ class SchedulerService:
     def expect_group(self, group_id: int, incarnation: str, size: int) -> asyncio.Event:
         """Make ready for a group's ranks; the event is set when all of them have said hello."""
         assert group_id not in self._lines
-        line = self._lines[group_id] = _Line(group_id, incarnation, [None] * size)
+        line = self._lines[group_id] = _Line(group_id, incarnation, [None] * size, [None] * size)
         return line.complete
 
     def open_group(self, group_id: int, num_blocks: int) -> None:
@@ -132,6 +137,8 @@ class SchedulerService:
         line = self._lines[group_id]
         assert line.complete.is_set()
         self.scheduler.add_group(group_id, num_blocks)
+        ranks = [peer for peer in line.peers if peer is not None]
+        self._neighbours.join(group_id, line.incarnation, ranks, line.pools)
         line.stepping = True
         self.observer.note("group ready", f"group {group_id}: {num_blocks} KV blocks")
         self._pump_soon()
@@ -147,6 +154,7 @@ class SchedulerService:
                 self._ranks.send(peer, Leave())
         if line.stepping:
             self._publish(self.scheduler.remove_group(group_id, self._clock()))
+            self._neighbours.leave(group_id)
             self._pump_soon()
 
     def drain_group(self, group_id: int) -> None:
@@ -288,6 +296,8 @@ class SchedulerService:
             self._lose_group(line, f"rank {rank}: {message.error}")
         elif isinstance(message, Done):
             self._on_result(line, message.result)
+        elif isinstance(message, Holds):
+            self._neighbours.on_holds(line.group_id, message)
         elif isinstance(message, Timed):
             self.observer.timed(line.group_id, rank, message)
 
@@ -297,6 +307,7 @@ class SchedulerService:
             self._ranks.send(peer, Leave())
             return
         line.peers[hello.rank] = peer
+        line.pools[hello.rank] = hello.pool
         self._line_of[peer] = (line, hello.rank)
         if all(p is not None for p in line.peers):
             line.complete.set()
@@ -360,6 +371,7 @@ class SchedulerService:
     def _tick(self) -> None:
         self._ticker = self._loop.call_later(TICK_S, self._tick)
         self._publish(self.scheduler.expire(self._clock()))
+        self._neighbours.tidy()
         self.observer.tick(self._clock())
         for line in list(self._lines.values()):
             if self.is_stuck(line.group_id, self._step_timeout_s):

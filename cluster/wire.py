@@ -8,7 +8,7 @@ import msgspec
 
 from orcaserve.cluster.figures import Buckets, FigureSet
 from orcaserve.engine.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestRefused, Unavailable
-from orcaserve.engine.messages import GenerateRequest, StepDeltas, StepPlan, StepResult
+from orcaserve.engine.messages import GenerateRequest, PoolFile, StepDeltas, StepPlan, StepResult
 from orcaserve.engine.stats import SchedulerStats
 
 GroupState = Literal["starting", "ready", "draining", "dead"]
@@ -214,10 +214,25 @@ ToRouter = Welcome | Accepted | Refused | StepDeltas | StatusReply | ViewReply |
 
 
 # Rank -> scheduler
+class PoolAt(msgspec.Struct, frozen=True, array_like=True):
+    """A KV pool that ranks of other groups on its node can read."""
+
+    node_id: str
+    file: PoolFile
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     group_id: int
     incarnation: str
     rank: int
+    pool: PoolAt | None = None
+
+
+class Holds(msgspec.Struct, frozen=True, array_like=True, tag="holds"):
+    """This rank can read the pool that it was told of, whatever becomes of its owner."""
+
+    group_id: int
+    incarnation: str
 
 
 class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -238,7 +253,7 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, tag="timed"):
     ended_s: float
 
 
-FromRank = Hello | Done | Timed | Failed
+FromRank = Hello | Holds | Done | Timed | Failed
 
 
 # Scheduler -> rank
@@ -251,4 +266,18 @@ class Leave(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     """Stop stepping; the worker stays loaded and waits to be told where to go on."""
 
 
-ToRank = Step | Leave
+class Neighbour(msgspec.Struct, frozen=True, array_like=True, tag="neighbour"):
+    """Hold the KV pool of another group's rank on this node, and answer with Holds."""
+
+    group_id: int
+    incarnation: str
+    file: PoolFile
+
+
+class Forget(msgspec.Struct, frozen=True, array_like=True, tag="forget"):
+    """Let go of the pool of that group, if it is held."""
+
+    group_id: int
+
+
+ToRank = Step | Neighbour | Forget | Leave

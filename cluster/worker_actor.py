@@ -14,12 +14,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import ray
 
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
-from orcaserve.cluster.wire import Done, Failed, Hello, Leave, Timed, ToRank
+from orcaserve.cluster.wire import Done, Failed, Hello, Holds, Leave, Neighbour, PoolAt, Step, Timed, ToRank
 
 if TYPE_CHECKING:
     from orcaserve.workers.worker import Worker
@@ -114,6 +115,7 @@ class WorkerActor:
             kv_cache_memory_bytes=options.kv_cache_memory,
             gpu_memory_utilization=options.gpu_memory_utilization,
             attention_backend=options.attention_backend,
+            share_kv=options.group_range[1] > 1,
             num_threads=options.num_threads,
             num_speculative_tokens=options.num_speculative_tokens,
             enforce_eager=options.enforce_eager,
@@ -133,14 +135,14 @@ class WorkerActor:
         assert self._worker is not None
         link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)
         try:
-            link.send(hello)
+            link.send(msgspec.structs.replace(hello, pool=self._pool()))
             while not isinstance(message := link.recv(), Leave):
-                began_s = time.monotonic()
-                result = self._worker.step(message.plan)
-                if message.traced:
-                    link.send(Timed(message.plan.step_id, began_s, time.monotonic()))
-                if result is not None:
-                    link.send(Done(result))
+                if isinstance(message, Step):
+                    self._step(link, message)
+                elif isinstance(message, Neighbour):
+                    self._hold(link, message)
+                else:
+                    self._worker.drop(message.group_id)
         except ChannelClosed:
             logger.warning("rank %d: the scheduler is gone; waiting for the next one", self._rank)
         except Exception as error:
@@ -149,3 +151,30 @@ class WorkerActor:
             link.send(Failed(f"{type(error).__name__}: {error}"))
         finally:
             link.close()
+
+    def _step(self, link: BlockingClient[ToRank], step: Step) -> None:
+        assert self._worker is not None
+        began_s = time.monotonic()
+        result = self._worker.step(step.plan)
+        if step.traced:
+            link.send(Timed(step.plan.step_id, began_s, time.monotonic()))
+        if result is not None:
+            link.send(Done(result))
+
+    def _pool(self) -> PoolAt | None:
+        """Where neighbours find this rank's KV pool, if they may read it."""
+        assert self._worker is not None
+        file = self._worker.pool_file
+        return None if file is None else PoolAt(ray.get_runtime_context().get_node_id(), file)
+
+    def _hold(self, link: BlockingClient[ToRank], neighbour: Neighbour) -> None:
+        """Without an answer nobody counts on it: where it cannot be read, what is lost is computed again."""
+        from orcaserve.workers.errors import PoolUnreadable
+
+        assert self._worker is not None
+        try:
+            self._worker.hold(neighbour.group_id, neighbour.file)
+        except PoolUnreadable as error:
+            logger.warning("rank %d: group %d: %s", self._rank, neighbour.group_id, error)
+        else:
+            link.send(Holds(neighbour.group_id, neighbour.incarnation))

@@ -89,8 +89,8 @@ class Admission:
             if fits_here:
                 return Placement(Verdict.START, matched)
             return Placement(Verdict.WAIT if self._could_ever_fit(request, asking) else Verdict.NEVER, [])
-        num_cached = len(matched) * self._config.block_size
-        here = GroupLoad(asking.group_id, fits_here, num_cached, asking.owed_tokens + num_drafted)
+        num_found = asking.num_found(request, matched)
+        here = GroupLoad(asking.group_id, fits_here, num_found, asking.owed_tokens + num_drafted)
         rivals = self._rivals(request, here)
         chosen = choose_group(request.num_tokens, [here, *rivals], asking.group_id)
         if chosen == asking.group_id or (fits_here and request.num_passes >= MAX_PASSES * len(self._groups)):
@@ -109,23 +109,26 @@ class Admission:
         Walked by work ahead, least first: once that alone is more than the best cost so far, nobody can do better.
         """
         num_tokens, size = request.num_tokens, self._config.block_size
-        best = num_tokens - here.num_cached_tokens + here.work_ahead_tokens if here.can_start else math.inf
+        best = num_tokens - here.num_found_tokens + here.work_ahead_tokens if here.can_start else math.inf
         key = self._asking.kv.start_key(request)
         homes = self._homes.find(key) if key is not None else NOWHERE
         least_to_compute = num_tokens - (num_tokens - 1) // size * size if homes else num_tokens
+        if request.saved_kv is not None:
+            least_to_compute = min(least_to_compute, num_tokens - request.saved_kv.num_tokens)
         rivals: list[GroupLoad] = []
         for work_ahead, group_id in self._loads(homes):
             if work_ahead + least_to_compute >= best:
                 break
             group = self._groups[group_id]
-            if (group_id not in homes and num_tokens + work_ahead >= best) or not self._takes_more(group):
-                continue
             matched = group.kv.match(request) if group_id in homes else []
-            cost = num_tokens - len(matched) * size + work_ahead
+            num_found = group.num_found(request, matched) if matched or request.saved_kv is not None else 0
+            cost = num_tokens - num_found + work_ahead
+            if cost >= best or not self._takes_more(group):
+                continue
             promised = self._promised.get(group_id, NO_PROMISE)
-            if cost < best and self._fits(request, group, matched, promised.num_blocks):
+            if self._fits(request, group, matched, promised.num_blocks):
                 best = cost
-                rivals.append(GroupLoad(group_id, True, len(matched) * size, work_ahead))
+                rivals.append(GroupLoad(group_id, True, num_found, work_ahead))
         return rivals
 
     def _loads(self, homes: Collection[int]) -> list[tuple[int, int]]:
@@ -163,7 +166,7 @@ class Admission:
         before = self._promised.get(load.group_id, NO_PROMISE)
         promised = Promise(
             before.slots + 1,
-            before.num_tokens + request.num_tokens - load.num_cached_tokens,
+            before.num_tokens + request.num_tokens - load.num_found_tokens,
             before.num_blocks + -(-request.num_tokens // self._config.block_size),
         )
         self._promised[load.group_id] = promised

@@ -58,6 +58,7 @@ class Applier:
             if request.state is State.RUNNING and request.group is not None:
                 # What is held may have to compute its last token again, in a block that is still its own.
                 request.group.kv.publish(request, chunk.start + chunk.num_tokens - request.held)
+                request.land(chunk)
         if self._lookahead:
             return
         for request in record.decodes.filling:

@@ -133,6 +133,7 @@ class Desk:
             groups=groups,
             num_preemptions=counters.num_preemptions,
             num_migrations=counters.num_migrations,
+            num_imported_blocks=counters.num_imported_blocks,
             prefix_cache_queries=counters.prefix_cache_queries,
             prefix_cache_hits=counters.prefix_cache_hits,
             prompt_tokens=counters.prompt_tokens,

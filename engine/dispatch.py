@@ -11,7 +11,7 @@ class GroupLoad(NamedTuple):
 
     group_id: int
     can_start: bool  # with its next plan: a slot, memory for the whole prompt, not draining, not stuck
-    num_cached_tokens: int  # of this request, by exact prefix match
+    num_found_tokens: int  # of this request, by exact prefix match or in what a lost group has left
     work_ahead_tokens: int  # of requests that it runs: steps in flight, prompts to finish, one for each decode
 
 
@@ -24,7 +24,7 @@ def choose_group(num_tokens: int, groups: Iterable[GroupLoad], asking: int) -> i
     best: tuple[int, bool, int, int] | None = None
     for load in groups:
         if load.can_start:
-            cost = num_tokens - load.num_cached_tokens + load.work_ahead_tokens
+            cost = num_tokens - load.num_found_tokens + load.work_ahead_tokens
             key = (cost, load.group_id != asking, load.work_ahead_tokens, load.group_id)
             if best is None or key < best:
                 best = key

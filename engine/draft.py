@@ -43,6 +43,7 @@ class PlanDraft:
         self._budget = budget
         self._new_slots: list[NewSlot] = []
         self._copies: list[tuple[int, int]] = []
+        self._imports: list[tuple[int, int, int]] = []
         self._table_slots: list[int] = []
         self._table_blocks: list[int] = []
 
@@ -72,6 +73,10 @@ class PlanDraft:
         if copy is not None:
             self._copies.append(copy)
 
+    def add_imports(self, group_id: int, pairs: list[tuple[int, int]]) -> None:
+        """Blocks of a lost group that a request goes on from: (source, destination)."""
+        self._imports.extend((group_id, source, target) for source, target in pairs)
+
     def add_chunk(self, request: Request, num_tokens: int) -> bool:
         """The next `num_tokens` that the request owes; whether these are the last ones, after which it samples."""
         start = request.num_computed
@@ -93,6 +98,7 @@ class PlanDraft:
             [row.chunk for row in self.chunks],
             self.decodes.slots,
             self.num_draft_tokens,
+            self._imports,
         )
 
     def record(self, step_id: int, now_s: float) -> StepRecord:

@@ -11,6 +11,7 @@ from orcaserve.engine.draft import StepRecord
 from orcaserve.engine.kv_manager import KVManager
 from orcaserve.engine.prefix_homes import PrefixHomes
 from orcaserve.engine.request import Request, State
+from orcaserve.engine.saved_kv import SavedKv
 
 STUCK_AFTER_STEPS = 8.0  # a step in flight for this many usual steps,
 STUCK_AFTER_S = 1.0  # and for this long: nothing new is left to this group until it moves
@@ -40,6 +41,7 @@ class Group:
         self.freed_slots: list[int] = []  # the workers have not been told yet
         self.in_flight: deque[StepRecord] = deque()
         self.tokens_in_flight = 0
+        self.readable: set[int] = set()  # groups whose pool the workers here can read, also after their loss
         self.draining = False
         self.paused_decodes = False  # the last step was a whole prompt's alone
         self.num_ending = 0  # running requests that only wait for the result of their last token
@@ -77,6 +79,24 @@ class Group:
             return False
         waited = now_s - max(self.in_flight[0].planned_s, self._progress_s)
         return waited > max(STUCK_AFTER_S, STUCK_AFTER_STEPS * self.step_s)
+
+    def saved_for(self, request: Request) -> SavedKv | None:
+        """What a lost group has left of it, if that can be read here."""
+        saved = request.saved_kv
+        return saved if saved is not None and saved.group_id in self.readable else None
+
+    def save(self, request: Request) -> SavedKv | None:
+        """What will be left of a request that runs here when this group is lost."""
+        if request.wants_prompt_logprobs:
+            return None
+        num_tokens = request.num_with_kv
+        return SavedKv(self.group_id, request.blocks[: self.kv.num_blocks_for(num_tokens)], num_tokens)
+
+    def num_found(self, request: Request, matched: list[int]) -> int:
+        """Leading tokens that need not be computed here, given the blocks that were matched just now."""
+        num_cached = len(matched) * self.kv.block_size
+        saved = self.saved_for(request)
+        return num_cached if saved is None else max(num_cached, saved.num_tokens)
 
     def seat(self, request: Request) -> None:
         """Give it a slot: the lowest free one, so that the rows in use stay dense."""

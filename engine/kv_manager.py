@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from orcaserve.engine.block_pool import BlockPool
 from orcaserve.engine.request import Request
+from orcaserve.engine.saved_kv import SavedKv
 
 
 class KVManager:
@@ -58,8 +59,11 @@ class KVManager:
         fresh = self.num_blocks_for(request.num_tokens) - len(matched)
         return fresh + revived + keep_free <= self.pool.num_free
 
-    def admit(self, request: Request, matched: list[int]) -> None:
-        """Blocks for every known token: a prefill never stops half-way for want of memory."""
+    def admit(self, request: Request, matched: list[int], saved: SavedKv | None) -> list[tuple[int, int]]:
+        """Blocks for every known token: a prefill never stops half-way for want of memory.
+
+        Returns the (source, destination) to copy of those in `saved` that were not matched.
+        """
         pool = self.pool
         for block in matched:
             pool.share(block)
@@ -67,6 +71,11 @@ class KVManager:
         request.blocks = matched + [pool.allocate() for _ in range(fresh)]
         request.num_published = len(matched)
         request.num_computed = len(matched) * self.block_size
+        if saved is None or saved.num_tokens <= request.num_computed:
+            return []
+        request.num_computed = saved.num_tokens
+        first = len(matched)
+        return list(zip(saved.blocks[first:], request.blocks[first : len(saved.blocks)], strict=True))
 
     def append_block(self, request: Request) -> int:
         block = self.pool.allocate()
@@ -98,7 +107,7 @@ class KVManager:
         request.blocks.reverse()
         self.pool.release(request.blocks)
         request.blocks = []
-        request.num_published = 0
+        request.num_published = request.num_landed = 0
         request.num_computed = 0
 
     def publish(self, request: Request, num_computed: int) -> None:

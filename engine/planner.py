@@ -223,7 +223,7 @@ class Planner:
             if request is None:
                 break
             verdict, matched = self._admission.place(request, draft.num_tokens)
-            if verdict is Verdict.START and self._fits_budget(request, len(matched), draft):
+            if verdict is Verdict.START and self._fits_budget(request, group.num_found(request, matched), draft):
                 self._start(group, draft, request, matched, now_s)
             elif verdict is Verdict.NEVER:
                 self._refuse(request)
@@ -259,20 +259,24 @@ class Planner:
             self._admission.forget()
         return not starts
 
-    def _fits_budget(self, request: Request, num_matched: int, draft: PlanDraft) -> bool:
+    def _fits_budget(self, request: Request, num_found: int, draft: PlanDraft) -> bool:
         """Without chunked prefill a prompt is computed in one piece."""
         if self._config.enable_chunked_prefill:
             return True
-        return request.num_tokens - num_matched * self._config.block_size <= draft.budget_left
+        return request.num_tokens - num_found <= draft.budget_left
 
     def _start(self, group: Group, draft: PlanDraft, request: Request, matched: list[int], now_s: float) -> None:
-        group.kv.admit(request, matched)
+        saved = group.saved_for(request)
+        imports = group.kv.admit(request, matched, saved)
+        if saved is not None:
+            draft.add_imports(saved.group_id, imports)
+            self._counters.num_imported_blocks += len(imports)
         group.seat(request)
         if request.queue_s < 0:
             request.queue_s = now_s - request.arrival_s
             request.num_cached_tokens = request.num_computed
         self._counters.prefix_cache_queries += request.num_tokens
-        self._counters.prefix_cache_hits += request.num_computed
+        self._counters.prefix_cache_hits += len(matched) * self._config.block_size
         draft.add_slot(request)
         if not self._add_chunk(request, draft):
             group.prefills.append(request)
@@ -299,7 +303,7 @@ class Planner:
             return False
         self._admission.begin(group, now_s)
         verdict, matched = self._admission.place(request, len(group.decodes))
-        owed = request.num_tokens - len(matched) * self._config.block_size
+        owed = request.num_tokens - group.num_found(request, matched)
         room = self._config.max_num_batched_tokens - len(group.decodes) - len(group.forks)
         self._queue.put_back(request)
         group.paused_decodes = verdict is Verdict.START and owed > room and not group.forks

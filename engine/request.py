@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from orcaserve.engine.config import SchedulerConfig
-from orcaserve.engine.messages import FinishReason, GenerateRequest, NewSlot, TokenLogprobs
+from orcaserve.engine.messages import Chunk, FinishReason, GenerateRequest, NewSlot, TokenLogprobs
 from orcaserve.engine.prefix import PrefixKeys, root_key
+from orcaserve.engine.saved_kv import SavedKv
 
 if TYPE_CHECKING:
     from orcaserve.engine.group import Group
@@ -52,6 +53,7 @@ class Request:
         "num_cached_tokens",
         "num_computed",
         "num_group_losses",
+        "num_landed",
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
@@ -64,6 +66,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "saved_kv",
         "sequence",
         "siblings",
         "slot",
@@ -105,6 +108,8 @@ class Request:
         self.blocks: list[int] = []
         self.num_computed = 0
         self.num_published = 0  # leading full blocks that are known to the prefix cache
+        self.num_landed = 0  # tokens that chunks have really computed here; max_len once the prompt's last one has
+        self.saved_kv: SavedKv | None = None  # of a group that was lost, until a chunk has landed in another one
         self.ending = False  # the step that samples its last token is planned
         self.held = False  # the step that samples its first token here is planned, and may come back without one
         self.row = -1  # in the decode batch; -1: not in it
@@ -134,6 +139,16 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.sampling.prompt_logprobs is not None and not self.reported
+
+    @property
+    def num_with_kv(self) -> int:
+        """Tokens whose KV lies in its blocks whatever becomes of the steps in flight."""
+        return min(self.num_landed, self.num_tokens - 1)
+
+    def land(self, chunk: Chunk) -> None:
+        """A step with this chunk has been computed."""
+        self.num_landed = self.max_len if chunk.samples else chunk.start + chunk.num_tokens
+        self.saved_kv = None
 
     def as_new_slot(self) -> NewSlot:
         """What a worker must know; prompt logprobs are asked for until they have gone out."""

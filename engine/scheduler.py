@@ -41,12 +41,30 @@ class Scheduler(Desk):
         """A group that is ready to run plans, with an empty KV pool of `num_blocks`."""
         if group_id in self._groups:
             raise ValueError(f"group {group_id} is here already")
+        self.forget_pool(group_id)
         self._groups[group_id] = Group(group_id, num_blocks, self.config, self._homes)
 
     def drain_group(self, group_id: int) -> None:
         """It takes nothing new; what it runs goes on. A group that is gone already is no mistake, here and below."""
         if group_id in self._groups:
             self._groups[group_id].draining = True
+
+    def share_pool(self, group_id: int, reader: int) -> None:
+        """The workers of `reader` can copy blocks of this group from now on, and after its loss until `forget_pool`."""
+        if group_id in self._groups and reader in self._groups:
+            self._groups[reader].readable.add(group_id)
+
+    def needs_pool(self, group_id: int) -> bool:
+        """Whether a request still counts on what this lost group has left."""
+        return any(r.saved_kv is not None and r.saved_kv.group_id == group_id for r in self._ledger)
+
+    def forget_pool(self, group_id: int) -> None:
+        """What a lost group has left is gone; who counted on it is computed again."""
+        for group in self._groups.values():
+            group.readable.discard(group_id)
+        for request in self._ledger:
+            if request.saved_kv is not None and request.saved_kv.group_id == group_id:
+                request.saved_kv = None
 
     def remove_group(self, group_id: int, now_s: float) -> Deltas:
         """It is lost (or drained): its requests wait again, in their old places, with the ids that they have.
@@ -61,7 +79,10 @@ class Scheduler(Desk):
             return self._outbox.take()
         lost = [*group.running, *group.forks]
         _shortest_first([request for request in lost if request.reported])
+        shared = any(group_id in other.readable for other in self._groups.values())
         for request in lost:
+            if request.num_landed:
+                request.saved_kv = group.save(request) if shared else None
             group.unseat(request)
             request.state = State.WAITING
             request.prompt_logprobs = []

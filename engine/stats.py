@@ -13,6 +13,7 @@ class Counters:
 
     num_preemptions: int = 0
     num_migrations: int = 0  # requests that lost their group and went on
+    num_imported_blocks: int = 0  # that they took along from its pool
     prefix_cache_queries: int = 0  # tokens of requests that were started
     prefix_cache_hits: int = 0  # those of them that were found
     prompt_tokens: int = 0  # computed, again after a preemption included
@@ -49,6 +50,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     groups: list[GroupStats]
     num_preemptions: int
     num_migrations: int
+    num_imported_blocks: int
     prefix_cache_queries: int
     prefix_cache_hits: int
     prompt_tokens: int

@@ -20,7 +20,7 @@ from orcaserve.cluster.group import NAMESPACE
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.scheduler_actor import scheduler_actor_name
 from orcaserve.cluster.service import SchedulerService, scheduler_config
-from orcaserve.cluster.wire import ClusterStatus, Done, Hello, Leave, ToRank
+from orcaserve.cluster.wire import ClusterStatus, Done, Hello, Leave, Step, ToRank
 
 NUM_BLOCKS = 100_000
 FIRST_WORD, NUM_WORDS = 300, 4096  # ids of whole words in the demo model's vocabulary
@@ -42,6 +42,7 @@ class NullRank:
             link.send(hello)
             due = time.perf_counter()
             while not isinstance(message := link.recv(), Leave):
+                assert isinstance(message, Step), message
                 plan = message.plan
                 rows = sum(chunk.samples for chunk in plan.chunks) + len(plan.decode_slots) // 4
                 due = max(due, time.perf_counter()) + step_s

@@ -79,6 +79,11 @@ class FakeWorker:
         self.num_computed_tokens = 0
         self.rng = random.Random(self.seed)
         self.compiling: set[int] = set()  # slots whose grammar is not there yet
+        self.held: dict[int, dict[tuple[int, int], int]] = {}  # what neighbours' pools hold
+
+    def hold(self, group_id: int, neighbour: FakeWorker) -> None:
+        """Be able to read its pool from now on, whatever becomes of it."""
+        self.held[group_id] = neighbour.contents
 
     def step(self, plan: StepPlan) -> StepResult:
         assert plan.step_id > self.last_step
@@ -132,6 +137,11 @@ class FakeWorker:
         for slot in [*(c.slot for c in plan.chunks), *np.frombuffer(plan.decode_slots, np.int32).tolist()]:
             assert slot in self.live, f"slot {slot} runs while free"
         self.slots.apply_plan(plan)
+        for group_id, source, target in plan.block_imports:
+            for offset in range(self.block_size):
+                self.contents.pop((target, offset), None)
+                if (source, offset) in self.held[group_id]:
+                    self.contents[target, offset] = self.held[group_id][source, offset]
         copies = [
             ((target, offset), self.contents[source, offset])
             for source, target in plan.block_copies

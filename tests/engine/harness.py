@@ -74,6 +74,14 @@ class Harness:
         )
         self.plans[group] = deque()
 
+    def share_pools(self) -> None:
+        """Every group can read every other one's pool."""
+        for reader in self.workers:
+            for owner in self.workers:
+                if owner != reader:
+                    self.workers[reader].hold(owner, self.workers[owner])
+                    self.scheduler.share_pool(owner, reader)
+
     def lose_group(self, group: int) -> None:
         del self.workers[group], self.plans[group]
         self.take(self.scheduler.remove_group(group, self.now))

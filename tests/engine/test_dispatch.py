@@ -33,7 +33,7 @@ def test_a_tie_goes_to_the_group_that_asks() -> None:
 @given(st.integers(50, 1000), loads, st.integers(0, 99))
 def test_no_group_would_be_sooner_than_the_chosen_one(num_tokens: int, groups: list[GroupLoad], asking: int) -> None:
     chosen = choose_group(num_tokens, groups, asking)
-    able = {load.group_id: load.work_ahead_tokens - load.num_cached_tokens for load in groups if load.can_start}
+    able = {load.group_id: load.work_ahead_tokens - load.num_found_tokens for load in groups if load.can_start}
     assert (chosen is None) == (not able)
     if chosen is not None:
         assert able[chosen] == min(able.values())

@@ -152,3 +152,113 @@ def test_what_no_group_can_hold_any_more_ends_instead_of_blocking_the_queue() ->
     assert harness.reason(big) == "error"
     assert "100 tokens do not fit" in harness.deltas[0].error
     assert harness.text("r1") == harness.solo("r1")
+
+
+def test_streams_take_their_kv_along_where_the_lost_pool_can_be_read() -> None:
+    """One in the middle of its prompt, one that decodes; neither computes again what the lost group had computed."""
+    harness = Harness(num_groups=1, model=NO_EOS, long_prefill_token_threshold=8)
+    harness.add(prompt(9, 1), 30)
+    for _ in range(5):
+        harness.round()
+    harness.add(prompt(45, 2), 10)
+    for _ in range(3):
+        harness.round()
+    harness.add_group(1, 64)
+    harness.share_pools()
+    running = {request.request_id: request for request in harness.scheduler._groups[0].running}
+    assert not running["r1"].reported
+    known = {name: request.num_with_kv for name, request in running.items()}
+    assert known["r0"] == running["r0"].num_tokens - 1
+    harness.lose_group(0)
+    assert harness.scheduler.needs_pool(0)
+    plan = harness.schedule(1)
+    assert plan is not None
+    assert [(chunk.start, chunk.num_tokens) for chunk in plan.chunks] == [(known["r0"], 1), (known["r1"], 8)]
+    assert {group for group, _, _ in plan.block_imports} == {0}
+    assert harness.scheduler.needs_pool(0)  # the step may be lost too
+    harness.finish_step(1)
+    assert not harness.scheduler.needs_pool(0)
+    harness.run()
+    harness.assert_solo()
+
+
+def test_steps_in_flight_count_for_nothing_when_their_group_is_lost() -> None:
+    harness = Harness(num_groups=2, model=NO_EOS, max_steps_in_flight=3)
+    harness.share_pools()
+    harness.add(prompt(9), 30)
+    harness.schedule(0)
+    harness.schedule(0)
+    harness.schedule(0)
+    harness.lose_group(0)
+    assert not harness.scheduler.needs_pool(0)
+    harness.run()
+    harness.assert_solo()
+
+
+def test_a_group_that_is_lost_before_it_copied_leaves_the_first_loss_to_the_next_group() -> None:
+    harness = Harness(num_groups=3, model=NO_EOS, max_group_losses=3)
+    harness.share_pools()
+    harness.add(prompt(21), 30)
+    for _ in range(8):
+        harness.round()
+    (owner,) = (group for group, state in harness.scheduler._groups.items() if state.running)
+    second, third = sorted({0, 1, 2} - {owner})
+    computed = harness.workers[owner].num_computed_tokens
+    harness.lose_group(owner)
+    plan = harness.schedule(second)
+    assert plan is not None
+    assert plan.block_imports
+    harness.lose_group(second)
+    plan = harness.schedule(third)
+    assert plan is not None
+    assert {group for group, _, _ in plan.block_imports} == {owner}
+    harness.run()
+    harness.assert_solo()
+    assert sum(worker.num_computed_tokens for worker in harness.workers.values()) + computed == 21 + 29
+
+
+def test_a_pool_that_is_forgotten_or_out_of_reach_means_computing_again() -> None:
+    for forget in (True, False):
+        harness = Harness(num_groups=3, model=NO_EOS)
+        harness.share_pools()
+        harness.add(prompt(21), 30)
+        for _ in range(8):
+            harness.round()
+        (owner,) = (group for group, state in harness.scheduler._groups.items() if state.running)
+        others = sorted({0, 1, 2} - {owner})
+        if not forget:
+            harness.scheduler._groups[others[0]].readable.clear()
+        harness.lose_group(owner)
+        if forget:
+            harness.scheduler.forget_pool(owner)
+            assert not harness.scheduler.needs_pool(owner)
+        plan = harness.schedule(others[0])
+        if forget:
+            assert plan is not None
+            assert not plan.block_imports
+            assert plan.chunks[0].start == 0
+        else:
+            assert plan is None  # left to the group that has less to compute
+            plan = harness.schedule(others[1])
+            assert plan is not None
+            assert plan.block_imports
+        harness.run()
+        harness.assert_solo()
+
+
+def test_a_drained_group_hands_its_kv_over_too() -> None:
+    harness = Harness(num_groups=2, model=NO_EOS)
+    harness.share_pools()
+    for seed in range(4):
+        harness.add(prompt(13, seed), 40)
+    for _ in range(8):
+        harness.round()
+    harness.scheduler.drain_group(0)
+    before = harness.workers[1].num_computed_tokens
+    owed = len(harness.scheduler._groups[0].running)
+    assert owed
+    harness.lose_group(0)
+    harness.schedule(1)
+    harness.work(1)
+    assert harness.workers[1].num_computed_tokens - before <= owed + 4
+    assert harness.scheduler.stats().num_imported_blocks > 0

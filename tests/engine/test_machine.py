@@ -55,9 +55,15 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(config=configs(), pool_tokens=st.sampled_from([40, 64, 200]), num_groups=st.sampled_from([1, 1, 2, 3]))
-    def start(self, config, pool_tokens, num_groups) -> None:
+    @initialize(
+        config=configs(),
+        pool_tokens=st.sampled_from([40, 64, 200]),
+        num_groups=st.sampled_from([1, 2, 2, 3]),
+        one_host=st.booleans(),
+    )
+    def start(self, config, pool_tokens, num_groups, one_host) -> None:
         self.config = config
+        self.one_host = one_host  # the groups can read each other's pools
         self.model = Model()
         self.scheduler = Scheduler(self.config)
         self.num_blocks = pool_tokens // config.block_size
@@ -86,6 +92,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.plans[group] = deque()
         self.results[group] = deque()
+        for other in self.workers.keys() - {group} if self.one_host else ():
+            self._share_pool(other, group)
+            self._share_pool(group, other)
+
+    def _share_pool(self, owner: int, reader: int) -> None:
+        """Workers hear of it after the plans that they have, here and below."""
+        self._work_off(reader)
+        self.workers[reader].hold(owner, self.workers[owner])
+        self.scheduler.share_pool(owner, reader)
+
+    @rule(group=st.integers(0, 3), happens=RARELY)
+    def forget_pool(self, group, happens) -> None:
+        if happens and group not in self.workers:
+            self.scheduler.forget_pool(group)
+            for reader, worker in self.workers.items():
+                self._work_off(reader)
+                worker.held.pop(group, None)
 
     def _receive(self, deltas: dict[int, list[TokenDelta]]) -> None:
         for stream, some in deltas.items():
@@ -151,13 +174,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             cache_salt=salt,
             deadline_s=None if patience is None else self.now + patience,
         )
+        self._add(request)
+
+    def _add(self, request: GenerateRequest) -> None:
         self.requests[request.request_id] = request
         try:
             self.scheduler.add(request, self.now)
         except RequestRefused:
-            assert len(prompt) > self.num_blocks * self.config.block_size, "refused although it fits"
+            too_long = len(request.prompt_token_ids) > self.num_blocks * self.config.block_size
+            assert too_long, "refused although it fits"
             return
-        for choice in range(n):
+        for choice in range(request.n):
             self.open.add((request.request_id, choice))
             self.tokens[request.request_id, choice] = []
 
@@ -228,6 +255,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if ready:
             self._work(data.draw(st.sampled_from(ready)))
 
+    def _work_off(self, group: int) -> None:
+        while self.plans[group]:
+            self._work(group)
+
     def _work(self, group: int) -> None:
         self.results[group].append(self.workers[group].step(self.plans[group].popleft()))
 
@@ -251,6 +282,20 @@ class SchedulerMachine(RuleBasedStateMachine):
                     self.failed.add((request.request_id, request.choice_index))
         self._receive(self.scheduler.apply(group, result, self.now))
 
+    @rule(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=4), rounds=st.integers(1, 6))
+    def begin(self, lengths, rounds) -> None:
+        """Single calls alone hardly ever bring streams under way before something else happens."""
+        for length in lengths:
+            number = len(self.requests)
+            self._add(GenerateRequest(f"r{number}", (*SHARED[:length], 5), SamplingParams(30, seed=number)))
+        for _ in range(rounds):
+            for group in self.workers:
+                self._schedule(group)
+                if self.plans[group]:
+                    self._work(group)
+                if self.results[group]:
+                    self._apply(group)
+
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.5]))
     def wait(self, seconds) -> None:
         self.now += seconds
@@ -261,11 +306,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # Groups
 
-    @precondition(lambda self: self.workers)
-    @rule(data=st.data(), happens=RARELY)
-    def lose_group(self, data, happens) -> None:
-        if not happens:
-            return
+    @precondition(lambda self: self.open and self.workers)
+    @rule(data=st.data())
+    def lose_group(self, data) -> None:
         group = data.draw(st.sampled_from(sorted(self.workers)))
         self._receive(self.scheduler.remove_group(group, self.now))
         self.num_losses += 1
