@@ -112,8 +112,8 @@ class Group:
         try:
             blocks: list[int] = await asyncio.gather(
                 *(
-                    worker.attach.remote(endpoint, Hello(self.group_id, self.incarnation, rank))
-                    for rank, worker in enumerate(self._workers)
+                    worker.attach.remote(endpoint, Hello(self.group_id, self.incarnation, rank, node))
+                    for rank, (worker, (node, _)) in enumerate(zip(self._workers, self._whereabouts, strict=True))
                 )
             )
         except RayError as error:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from orcaserve.cluster.channel import Peer
-from orcaserve.cluster.wire import Forget, Holds, Neighbour, PoolAt, ToRank
+from orcaserve.cluster.wire import Forget, Hello, Holds, Neighbour, ToRank
+from orcaserve.engine.messages import PoolFile
 from orcaserve.engine.scheduler import Scheduler
 
 
 @dataclass(slots=True)
 class _Home:
-    """A group whose pools can be shared: its ranks, and where each one's pool is."""
+    """A group whose ranks, in their order, all have a pool that can be read."""
 
     incarnation: str
-    ranks: Sequence[Peer]
-    pools: Sequence[PoolAt]
+    ranks: list[Peer]
+    node_ids: list[str]
+    pools: list[PoolFile]
     holding: Counter[str] = field(default_factory=Counter)  # its ranks that hold the pools of an incarnation
 
 
@@ -33,16 +35,17 @@ class Neighbours:
         self._homes: dict[int, _Home] = {}
         self._lost: set[int] = set()
 
-    def join(self, group_id: int, incarnation: str, ranks: Sequence[Peer], pools: Sequence[PoolAt | None]) -> None:
-        """A group has begun to step. Rank by rank it must be where another one is for the two to read each other."""
+    def join(self, group_id: int, ranks: Mapping[Peer, Hello]) -> None:
+        """A group begins to step; `ranks` in their order. Groups that are on the same nodes can read each other."""
         if group_id in self._lost:
             self._forget(group_id)
-        shared = [pool for pool in pools if pool is not None]
-        if len(shared) < len(ranks):
+        hellos = list(ranks.values())
+        pools = [hello.pool for hello in hellos if hello.pool is not None]
+        if len(pools) < len(hellos):
             return
-        home = _Home(incarnation, ranks, shared)
+        home = _Home(hellos[0].incarnation, list(ranks), [hello.node_id for hello in hellos], pools)
         for other_id, other in self._homes.items():
-            if [pool.node_id for pool in other.pools] == [pool.node_id for pool in shared]:
+            if other.node_ids == home.node_ids:
                 self._introduce(group_id, home, other)
                 self._introduce(other_id, other, home)
         self._homes[group_id] = home
@@ -69,7 +72,7 @@ class Neighbours:
 
     def _introduce(self, owner_id: int, owner: _Home, reader: _Home) -> None:
         for rank, pool in zip(reader.ranks, owner.pools, strict=True):
-            self._send(rank, Neighbour(owner_id, owner.incarnation, pool.file))
+            self._send(rank, Neighbour(owner_id, owner.incarnation, pool))
 
     def _forget(self, group_id: int) -> None:
         self._lost.discard(group_id)

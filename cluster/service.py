@@ -37,7 +37,6 @@ from orcaserve.cluster.wire import (
     NodeLeaves,
     NodeSeen,
     Open,
-    PoolAt,
     Refused,
     Report,
     StatusReply,
@@ -64,7 +63,7 @@ class _Line:
     group_id: int
     incarnation: str
     peers: list[Peer | None]
-    pools: list[PoolAt | None]
+    hellos: dict[Peer, Hello] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
     stepping: bool = False  # the engine knows the group
     in_flight: deque[Flight] = field(default_factory=deque)  # oldest first
@@ -129,7 +128,7 @@ class SchedulerService:
     def expect_group(self, group_id: int, incarnation: str, size: int) -> asyncio.Event:
         """Make ready for a group's ranks; the event is set when all of them have said hello."""
         assert group_id not in self._lines
-        line = self._lines[group_id] = _Line(group_id, incarnation, [None] * size, [None] * size)
+        line = self._lines[group_id] = _Line(group_id, incarnation, [None] * size)
         return line.complete
 
     def open_group(self, group_id: int, num_blocks: int) -> None:
@@ -137,8 +136,7 @@ class SchedulerService:
         line = self._lines[group_id]
         assert line.complete.is_set()
         self.scheduler.add_group(group_id, num_blocks)
-        ranks = [peer for peer in line.peers if peer is not None]
-        self._neighbours.join(group_id, line.incarnation, ranks, line.pools)
+        self._neighbours.join(group_id, {peer: line.hellos[peer] for peer in line.peers if peer is not None})
         line.stepping = True
         self.observer.note("group ready", f"group {group_id}: {num_blocks} KV blocks")
         self._pump_soon()
@@ -307,7 +305,7 @@ class SchedulerService:
             self._ranks.send(peer, Leave())
             return
         line.peers[hello.rank] = peer
-        line.pools[hello.rank] = hello.pool
+        line.hellos[peer] = hello
         self._line_of[peer] = (line, hello.rank)
         if all(p is not None for p in line.peers):
             line.complete.set()

@@ -214,18 +214,12 @@ ToRouter = Welcome | Accepted | Refused | StepDeltas | StatusReply | ViewReply |
 
 
 # Rank -> scheduler
-class PoolAt(msgspec.Struct, frozen=True, array_like=True):
-    """A KV pool that ranks of other groups on its node can read."""
-
-    node_id: str
-    file: PoolFile
-
-
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     group_id: int
     incarnation: str
     rank: int
-    pool: PoolAt | None = None
+    node_id: str = ""
+    pool: PoolFile | None = None  # that ranks of other groups on its node can read
 
 
 class Holds(msgspec.Struct, frozen=True, array_like=True, tag="holds"):

@@ -20,7 +20,7 @@ import ray
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
-from orcaserve.cluster.wire import Done, Failed, Hello, Holds, Leave, Neighbour, PoolAt, Step, Timed, ToRank
+from orcaserve.cluster.wire import Done, Failed, Hello, Holds, Leave, Neighbour, Step, Timed, ToRank
 
 if TYPE_CHECKING:
     from orcaserve.workers.worker import Worker
@@ -135,7 +135,7 @@ class WorkerActor:
         assert self._worker is not None
         link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)
         try:
-            link.send(msgspec.structs.replace(hello, pool=self._pool()))
+            link.send(msgspec.structs.replace(hello, pool=self._worker.pool_file))
             while not isinstance(message := link.recv(), Leave):
                 if isinstance(message, Step):
                     self._step(link, message)
@@ -160,12 +160,6 @@ class WorkerActor:
             link.send(Timed(step.plan.step_id, began_s, time.monotonic()))
         if result is not None:
             link.send(Done(result))
-
-    def _pool(self) -> PoolAt | None:
-        """Where neighbours find this rank's KV pool, if they may read it."""
-        assert self._worker is not None
-        file = self._worker.pool_file
-        return None if file is None else PoolAt(ray.get_runtime_context().get_node_id(), file)
 
     def _hold(self, link: BlockingClient[ToRank], neighbour: Neighbour) -> None:
         """Without an answer nobody counts on it: where it cannot be read, what is lost is computed again."""

@@ -276,30 +276,6 @@ def test_case_20_closed_streams_leave_nothing(serving: Serving, driver: Driver) 
     wait_until(lambda: is_idle(driver), 30)
 
 
-def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Driver) -> None:
-    """With a second group alive the streams go on at once; the dead one is built anew, its memory given back."""
-    crowd = Crowd(driver)
-    victims = driver.status().groups[0].pids
-    os.kill(victims[0], signal.SIGKILL)
-    wait_until(lambda: driver.status().groups[0].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 - 2)  # it is not silence
-    assert serving.get("/ready")[0] == 200
-    crowd.finish()
-    wait_until(lambda: all_ready(driver), 180)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
-    assert driver.status().groups[0].num_starts == 2
-    wait_until(lambda: is_idle(driver), 30)
-
-
-def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
-    crowd = Crowd(driver)
-    victims = driver.status().groups[1].pids
-    os.kill(victims[0], signal.SIGSTOP)
-    wait_until(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 30)
-    crowd.finish()
-    wait_until(lambda: all_ready(driver), 180)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 60)
-
-
 def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Driver) -> None:
     crowd = Crowd(driver)
     before = driver.status()
@@ -311,6 +287,35 @@ def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Drive
     assert [group.pids for group in after.groups] == [group.pids for group in before.groups]
     wait_until(lambda: serving.get("/ready")[0] == 200, 60)
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
+
+
+def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Driver) -> None:
+    """With a second group alive the streams go on at once, with what the dead one had computed for them; that one is
+    built anew, its memory given back. The scheduler found both workers when it came, and introduced them anew."""
+    crowd = Crowd(driver)
+    victims, survivors = (group.pids for group in driver.status().groups)
+    imported = driver.status().scheduler.num_imported_blocks
+    os.kill(victims[0], signal.SIGKILL)
+    wait_until(lambda: driver.status().groups[0].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 - 2)  # it is not silence
+    assert serving.get("/ready")[0] == 200
+    crowd.finish()
+    wait_until(lambda: all_ready(driver), 180)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
+    assert driver.status().groups[0].num_starts == 2
+    assert driver.status().scheduler.num_imported_blocks > imported
+    pool = f"orcaserve-kv-{victims[0]}-"
+    wait_until(lambda: not any(pool in Path(f"/proc/{pid}/maps").read_text() for pid in survivors), 30)
+    wait_until(lambda: is_idle(driver), 30)
+
+
+def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
+    crowd = Crowd(driver)
+    victims = driver.status().groups[1].pids
+    os.kill(victims[0], signal.SIGSTOP)
+    wait_until(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 30)
+    crowd.finish()
+    wait_until(lambda: all_ready(driver), 180)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 60)
 
 
 @pytest.mark.nightly  # the drill below does it too
