@@ -135,8 +135,10 @@ class SchedulerService:
         """All ranks are there and ready: give the group work."""
         line = self._lines[group_id]
         assert line.complete.is_set()
-        self.scheduler.add_group(group_id, num_blocks)
-        self._neighbours.join(group_id, {peer: line.hellos[peer] for peer in line.peers if peer is not None})
+        hellos = {peer: line.hellos[peer] for peer in line.peers if peer is not None}
+        # All ranks have carried out the same plans.
+        self.scheduler.add_group(group_id, num_blocks, next(iter(hellos.values())).kept)
+        self._neighbours.join(group_id, hellos)
         line.stepping = True
         self.observer.note("group ready", f"group {group_id}: {num_blocks} KV blocks")
         self._pump_soon()

@@ -8,7 +8,7 @@ import msgspec
 
 from orcaserve.cluster.figures import Buckets, FigureSet
 from orcaserve.engine.errors import ContextLengthExceeded, InvalidParameter, QueueFull, RequestRefused, Unavailable
-from orcaserve.engine.messages import GenerateRequest, PoolFile, StepDeltas, StepPlan, StepResult
+from orcaserve.engine.messages import GenerateRequest, PoolFile, SlotKv, StepDeltas, StepPlan, StepResult
 from orcaserve.engine.stats import SchedulerStats
 
 GroupState = Literal["starting", "ready", "draining", "dead"]
@@ -220,6 +220,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag="hello"):
     rank: int
     node_id: str = ""
     pool: PoolFile | None = None  # that ranks of other groups on its node can read
+    kept: list[SlotKv] = []  # computed for the scheduler before this one
 
 
 class Holds(msgspec.Struct, frozen=True, array_like=True, tag="holds"):

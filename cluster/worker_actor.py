@@ -85,13 +85,16 @@ class WorkerActor:
     async def attach(self, endpoint: Endpoint, hello: Hello) -> int:
         """Forget all requests and take steps from the scheduler at `endpoint`; returns the number of KV blocks.
 
-        A worker that still serves a former scheduler comes here once that one's channel is closed.
+        A worker that still serves a former scheduler comes here once that one's channel is closed. What it has computed
+        is told to the new one.
         """
         if self._worker is None or not self._warm:
             raise RuntimeError("not loaded yet")
-        await self._in_thread(self._worker.reset)  # after the former scheduler's last step
+        kept = await self._in_thread(self._worker.kept_kv)  # after the former scheduler's last step
+        await self._in_thread(self._worker.reset)
         if self._failed:
             raise RuntimeError("a step failed here")
+        hello = msgspec.structs.replace(hello, pool=self._worker.pool_file, kept=kept if self._rank == 0 else [])
         self._thread.submit(self._serve, endpoint, hello)
         return self._num_blocks
 
@@ -135,7 +138,7 @@ class WorkerActor:
         assert self._worker is not None
         link: BlockingClient[ToRank] = BlockingClient(endpoint, ToRank)
         try:
-            link.send(msgspec.structs.replace(hello, pool=self._worker.pool_file))
+            link.send(hello)
             while not isinstance(message := link.recv(), Leave):
                 if isinstance(message, Step):
                     self._step(link, message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 
 
 class BlockPool:
@@ -77,6 +78,14 @@ class BlockPool:
         """Make a used block's content findable. The first block with a content keeps the name."""
         assert self._ref_counts[block] > 0, f"block {block} published while free"
         if key not in self._index and self._keys[block] is None:
+            self._index[key] = block
+            self._keys[block] = key
+
+    def restore(self, contents: Mapping[int, bytes]) -> None:
+        """Blank blocks, of which it turns out that they hold this: cached ones from now on, the first evicted first."""
+        self._blank = [block for block in self._blank if block not in contents]
+        for block, key in contents.items():
+            self._cached[block] = None
             self._index[key] = block
             self._keys[block] = key
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from orcaserve.engine.block_pool import BlockPool
+from orcaserve.engine.messages import SlotKv
+from orcaserve.engine.prefix import PrefixKeys
 from orcaserve.engine.request import Request
 from orcaserve.engine.saved_kv import SavedKv
 
@@ -76,6 +80,21 @@ class KVManager:
         request.num_computed = saved.num_tokens
         first = len(matched)
         return list(zip(saved.blocks[first:], request.blocks[first : len(saved.blocks)], strict=True))
+
+    def restore(self, kept: Sequence[SlotKv]) -> None:
+        """Make findable what the ranks of a new pool have computed for a scheduler before this one."""
+        if not self.caching:
+            return
+        found: dict[bytes, int] = {}
+        for slot in kept:
+            blocks = np.frombuffer(slot.blocks, np.int32).tolist()
+            keys = PrefixKeys(slot.root, self.block_size)
+            keys.up_to(len(blocks), np.frombuffer(slot.token_ids, np.int32).tolist())
+            # The last ones first: they are to be evicted before what they follow.
+            for key, block in zip(reversed(keys.keys), reversed(blocks), strict=True):
+                found.setdefault(key, block)
+            self._on_prefix(keys.keys[0])
+        self.pool.restore({block: key for key, block in found.items()})
 
     def append_block(self, request: Request) -> int:
         block = self.pool.allocate()

@@ -45,6 +45,15 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True):
     num_prompt_tokens: int
     sampling: SamplingParams
     choice_index: int = 0
+    root: bytes = b""  # of its prefix keys: tells a later scheduler whose KV this is
+
+
+class SlotKv(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has computed for one slot, for a scheduler that finds the rank alive: whole blocks from the start."""
+
+    root: bytes
+    token_ids: bytes  # int32; as many as fill the blocks
+    blocks: bytes  # int32
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

@@ -30,11 +30,11 @@ class PrefixKeys:
     and the same salt, up to the collision resistance of the hash.
     """
 
-    __slots__ = ("_block_size", "_last", "_pack", "keys")
+    __slots__ = ("_block_size", "_last", "_pack", "keys", "root")
 
     def __init__(self, root: bytes, block_size: int) -> None:
         self.keys: list[bytes] = []
-        self._last = root
+        self.root = self._last = root
         self._block_size = block_size
         self._pack = _block_struct(block_size).pack
 

@@ -156,7 +156,7 @@ class Request:
         if sampling.prompt_logprobs is not None and self.reported:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         ids = np.array(self.token_ids, np.int32).tobytes()
-        return NewSlot(self.slot, ids, self.num_prompt_tokens, sampling, self.choice_index)
+        return NewSlot(self.slot, ids, self.num_prompt_tokens, sampling, self.choice_index, self.keys.root)
 
     def take(self, sampled: Iterable[int]) -> tuple[tuple[int, ...], FinishReason | None, int | None]:
         """Append sampled ids up to the end of the request: (those kept, why it ended, the token that stopped it).

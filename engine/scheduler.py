@@ -14,7 +14,7 @@ from orcaserve.engine.config import SchedulerConfig
 from orcaserve.engine.desk import Desk
 from orcaserve.engine.group import Group
 from orcaserve.engine.leap import Leaper
-from orcaserve.engine.messages import StepPlan, StepResult
+from orcaserve.engine.messages import SlotKv, StepPlan, StepResult
 from orcaserve.engine.outbox import Deltas
 from orcaserve.engine.planner import Planner
 from orcaserve.engine.policy import DeadlineQueue, make_queue
@@ -37,12 +37,13 @@ class Scheduler(Desk):
 
     # Groups
 
-    def add_group(self, group_id: int, num_blocks: int) -> None:
-        """A group that is ready to run plans, with an empty KV pool of `num_blocks`."""
+    def add_group(self, group_id: int, num_blocks: int, kept: Sequence[SlotKv] = ()) -> None:
+        """A group that is ready to run plans, with a pool of `num_blocks`: empty but for what its ranks have kept."""
         if group_id in self._groups:
             raise ValueError(f"group {group_id} is here already")
         self.forget_pool(group_id)
-        self._groups[group_id] = Group(group_id, num_blocks, self.config, self._homes)
+        group = self._groups[group_id] = Group(group_id, num_blocks, self.config, self._homes)
+        group.kv.restore(kept)
 
     def drain_group(self, group_id: int) -> None:
         """It takes nothing new; what it runs goes on. A group that is gone already is no mistake, here and below."""

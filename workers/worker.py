@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from orcaserve.engine.messages import Chunk, NewSlot, PoolFile, StepPlan, StepResult
+from orcaserve.engine.messages import Chunk, NewSlot, PoolFile, SlotKv, StepPlan, StepResult
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.kernels import cpu
 from orcaserve.kernels.batch import AttentionBatch
@@ -139,6 +139,10 @@ class Worker:
         """One model step; the result comes from rank 0, the others return None."""
         with torch.inference_mode():
             return self.runner.run(plan)
+
+    def kept_kv(self) -> list[SlotKv]:
+        """What is computed of the requests that run here, to be told to the scheduler that takes this worker over."""
+        return self.runner.slots.kept()
 
     def reset(self) -> None:
         """Forget all slots and the pools of neighbours: a new scheduler adopts this worker."""
