@@ -285,6 +285,7 @@ def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Drive
     after = driver.status()
     assert after.scheduler_pid != before.scheduler_pid
     assert [group.pids for group in after.groups] == [group.pids for group in before.groups]
+    assert after.scheduler.prefix_cache_hits > 0  # what the workers had computed was found, not computed again
     wait_until(lambda: serving.get("/ready")[0] == 200, 60)
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
 

@@ -71,13 +71,17 @@ class FakeWorker:
     scratch_block: int = -1  # nobody's: rows may write there at will, and what they read there does not matter
 
     def __post_init__(self) -> None:
+        self.contents: dict[tuple[int, int], int] = {}
+        self.num_computed_tokens = 0
+        self.rng = random.Random(self.seed)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new scheduler takes it over: the KV stays where it is."""
         self.slots = SlotTable(self.max_num_seqs, self.max_model_len, self.block_size)
         self.live: set[int] = set()
         self.choices: dict[int, NewSlot] = {}
-        self.contents: dict[tuple[int, int], int] = {}
         self.last_step = -1
-        self.num_computed_tokens = 0
-        self.rng = random.Random(self.seed)
         self.compiling: set[int] = set()  # slots whose grammar is not there yet
         self.held: dict[int, dict[tuple[int, int], int]] = {}  # what neighbours' pools hold
 

@@ -82,6 +82,15 @@ class Harness:
                     self.workers[reader].hold(owner, self.workers[owner])
                     self.scheduler.share_pool(owner, reader)
 
+    def replace_scheduler(self) -> None:
+        """The scheduler is lost with all that it knew; another one takes the workers over."""
+        self.scheduler = type(self.scheduler)(self.config)
+        for group, worker in self.workers.items():
+            kept = worker.slots.kept()
+            worker.reset()
+            self.plans[group].clear()
+            self.scheduler.add_group(group, worker.num_blocks, kept)
+
     def lose_group(self, group: int) -> None:
         del self.workers[group], self.plans[group]
         self.take(self.scheduler.remove_group(group, self.now))

@@ -262,3 +262,36 @@ def test_a_drained_group_hands_its_kv_over_too() -> None:
     harness.work(1)
     assert harness.workers[1].num_computed_tokens - before <= owed + 4
     assert harness.scheduler.stats().num_imported_blocks > 0
+
+
+def test_a_new_scheduler_finds_what_its_workers_have_computed() -> None:
+    """A decoding stream and a prompt half-way: whole blocks of both are found, for the same tenant and salt alone."""
+    harness = Harness(model=NO_EOS, long_prefill_token_threshold=8)
+    harness.add(prompt(9, 1), 30, tenant="a")
+    for _ in range(5):
+        harness.round()
+    harness.add(prompt(45, 2), 10, cache_salt="s")
+    for _ in range(3):
+        harness.round()
+    known = {request.request_id: request.num_with_kv for request in harness.scheduler._groups[0].running}
+    seen = tuple(harness.text("r0"))
+    assert known == {"r0": 8 + len(seen), "r1": 16}
+    harness.replace_scheduler()
+    harness.add(prompt(9, 1), 30, tenant="a", request_id="r0", output_token_ids=seen, sampling={"seed": 0})
+    harness.add(prompt(45, 2), 10, cache_salt="s", request_id="r1", sampling={"seed": 1})
+    stranger = harness.add(prompt(45, 2), 10)
+    plan = harness.schedule()
+    assert plan is not None
+    assert [chunk.start for chunk in plan.chunks] == [(8 + len(seen)) // 4 * 4, 16, 0]
+    harness.finish_step()
+    harness.run()
+    assert [harness.text(name) for name in ("r0", "r1", stranger)] == [harness.solo(n) for n in ("r0", "r1", stranger)]
+
+
+def test_without_a_prefix_cache_a_new_scheduler_begins_with_empty_pools() -> None:
+    harness = Harness(model=NO_EOS, enable_prefix_caching=False)
+    harness.add(prompt(20), 30)
+    for _ in range(5):
+        harness.round()
+    harness.replace_scheduler()
+    assert harness.scheduler.stats().groups[0].cached_blocks == 0

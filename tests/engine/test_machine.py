@@ -86,13 +86,19 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _new_group(self, group: int) -> None:
         config = self.config
-        self.scheduler.add_group(group, self.num_blocks)
         self.workers[group] = FakeWorker(
             self.num_blocks, config.block_size, config.max_num_seqs, MAX_LEN, config.max_num_batched_tokens, self.model
         )
+        self._join(group)
+
+    def _join(self, group: int) -> None:
+        """A worker that is new, or that a scheduler before this one has left."""
+        kept = self.workers[group].slots.kept()
+        self.workers[group].reset()
+        self.scheduler.add_group(group, self.num_blocks, kept)
         self.plans[group] = deque()
         self.results[group] = deque()
-        for other in self.workers.keys() - {group} if self.one_host else ():
+        for other in self.scheduler._groups.keys() - {group} if self.one_host else ():
             self._share_pool(other, group)
             self._share_pool(group, other)
 
@@ -199,7 +205,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def resubmit(self, data) -> None:
         """The router lost the connection for a moment and sends a choice again, with the ids that it has seen."""
-        key = data.draw(st.sampled_from(sorted(self.open)))
+        self._add_again(data.draw(st.sampled_from(sorted(self.open))))
+
+    def _add_again(self, key: tuple[str, int]) -> None:
         request = self.requests[key[0]]
         seen = tuple(self.tokens[key])
         self.sent_again.add(request.sampling.seed)
@@ -213,7 +221,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             tenant=request.tenant,
             cache_salt=request.cache_salt,
         )
-        self.scheduler.add(again, self.now)
+        try:
+            self.scheduler.add(again, self.now)
+        except RequestRefused:
+            too_long = len(request.prompt_token_ids) > self.num_blocks * self.config.block_size
+            assert too_long, "let in once, and not because no group was there to say what fits"
+            self.open.remove(key)
 
     @rule(stream=st.integers(0, 2), happens=RARELY)
     def lose_stream(self, stream, happens) -> None:
@@ -335,6 +348,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.stale:
             group, result = self.stale.pop()
             self._receive(self.scheduler.apply(group, result, self.now))
+
+    @rule(happens=RARELY)
+    def lose_scheduler(self, happens) -> None:
+        """Plans on the way and results on the way are gone; the workers live, and routers say again what is open."""
+        if not happens:
+            return
+        self.ordered = False
+        self.stale.clear()
+        self.scheduler = Scheduler(self.config)
+        for group in self.workers:
+            self._join(group)
+        for key in sorted(self.open):
+            self._add_again(key)
 
     # Laws
 

@@ -50,6 +50,16 @@ def test_cached_blocks_are_given_away_last_and_the_longest_free_first() -> None:
     assert pool.find(bytes([0])) is pool.find(bytes([1])) is None
 
 
+def test_restored_blocks_are_found_and_given_away_in_their_order_after_blank_ones() -> None:
+    pool = BlockPool(4)
+    pool.restore({2: b"end", 0: b"start"})
+    pool.check_invariants()
+    assert (pool.num_free, pool.num_cached) == (4, 2)
+    assert [pool.find(key) for key in (b"start", b"end")] == [0, 2]
+    assert [pool.allocate() for _ in range(4)] == [1, 3, 2, 0]
+    assert pool.find(b"start") is None
+
+
 def test_a_pool_notices_a_double_release() -> None:
     pool = BlockPool(2)
     block = pool.allocate()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -116,6 +117,29 @@ def test_reset_forgets_everything(worker):
     assert before == after
     worker.warm_up()
     assert worker.runner.slots.num_tokens.sum() == 0
+
+
+def test_kv_that_outlives_its_scheduler_is_named(worker, tiny):
+    """Whole blocks alone: of a prompt half-way, and of a decoding stream without the token that it sampled last."""
+    model = tiny("qwen2")[1]
+    worker.reset()
+    a, b = PROMPT[:30], PROMPT[7:50]
+    new = [msgspec.structs.replace(new_slot(5, a), root=b"a"), msgspec.structs.replace(new_slot(2, b), root=b"b")]
+    chunks = [Chunk(5, 0, 30, True), Chunk(2, 0, 20, False)]
+    tokens = sampled(worker.step(plan(1, new=new, blocks={5: [9, 3, 4], 2: [1, 8, 0]}, chunks=chunks)))
+    assert [(kept.root, len(kept.blocks) // 4) for kept in worker.kept_kv()] == [(b"b", 1), (b"a", 1)]
+    tokens += sampled(worker.step(plan(2, decodes=[5])))
+    assert worker.kept_kv()[1].blocks == np.array([9], np.int32).tobytes()  # 32 tokens are known, 31 computed
+    tokens += sampled(worker.step(plan(3, decodes=[5])))
+    kept = worker.kept_kv()
+    assert [entry.blocks for entry in kept] == [np.array(ids, np.int32).tobytes() for ids in ([1], [9, 3])]
+    assert [np.frombuffer(entry.token_ids, np.int32).tolist() for entry in kept] == [b[:16], [*a, *tokens][:32]]
+    worker.reset()
+    assert worker.kept_kv() == []
+    known = [*a, *tokens]
+    again = new_slot(0, known)
+    result = worker.step(plan(1, new=[again], blocks={0: [9, 3, 7]}, chunks=[Chunk(0, 32, 1, True)]))
+    assert tokens + sampled(result) == reference_greedy(model, a, 4)
 
 
 def test_logprobs_of_prompt_and_answer_are_transformers(worker, tiny):
