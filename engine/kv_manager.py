@@ -90,11 +90,11 @@ class KVManager:
             blocks = np.frombuffer(slot.blocks, np.int32).tolist()
             keys = PrefixKeys(slot.root, self.block_size)
             keys.up_to(len(blocks), np.frombuffer(slot.token_ids, np.int32).tolist())
-            # The last ones first: they are to be evicted before what they follow.
-            for key, block in zip(reversed(keys.keys), reversed(blocks), strict=True):
+            for key, block in zip(keys.keys, blocks, strict=True):
                 found.setdefault(key, block)
             self._on_prefix(keys.keys[0])
-        self.pool.restore({block: key for key, block in found.items()})
+        # The last ones first: they are to be evicted before what they follow, in whichever slot.
+        self.pool.restore({block: key for key, block in reversed(found.items())})
 
     def append_block(self, request: Request) -> int:
         block = self.pool.allocate()

@@ -223,7 +223,7 @@ class Planner:
             if request is None:
                 break
             verdict, matched = self._admission.place(request, draft.num_tokens)
-            if verdict is Verdict.START and self._fits_budget(request, group.num_found(request, matched), draft):
+            if verdict is Verdict.START and self._fits_budget(group, request, matched, draft):
                 self._start(group, draft, request, matched, now_s)
             elif verdict is Verdict.NEVER:
                 self._refuse(request)
@@ -259,11 +259,11 @@ class Planner:
             self._admission.forget()
         return not starts
 
-    def _fits_budget(self, request: Request, num_found: int, draft: PlanDraft) -> bool:
+    def _fits_budget(self, group: Group, request: Request, matched: list[int], draft: PlanDraft) -> bool:
         """Without chunked prefill a prompt is computed in one piece."""
         if self._config.enable_chunked_prefill:
             return True
-        return request.num_tokens - num_found <= draft.budget_left
+        return request.num_tokens - group.num_found(request, matched) <= draft.budget_left
 
     def _start(self, group: Group, draft: PlanDraft, request: Request, matched: list[int], now_s: float) -> None:
         saved = group.saved_for(request)

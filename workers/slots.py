@@ -39,7 +39,6 @@ class SlotTable:
         for slot, block in zip(slots.tolist(), np.frombuffer(plan.table_blocks, np.int32).tolist(), strict=True):
             self.block_tables[slot, self.num_blocks[slot]] = block
             self.num_blocks[slot] += 1
-
         for chunk in plan.chunks:
             self.num_computed[chunk.slot] = self.max_model_len if chunk.samples else chunk.start + chunk.num_tokens
 

@@ -6,6 +6,7 @@ import pytest
 from harness import NO_EOS, Harness, prompt
 
 from orcaserve.engine.errors import InvalidParameter, RequestRefused
+from orcaserve.engine.prefix import PrefixKeys, root_key
 
 
 def test_a_resumed_request_counts_what_it_has_and_emits_only_what_is_new() -> None:
@@ -195,14 +196,19 @@ def test_steps_in_flight_count_for_nothing_when_their_group_is_lost() -> None:
     harness.assert_solo()
 
 
-def test_a_group_that_is_lost_before_it_copied_leaves_the_first_loss_to_the_next_group() -> None:
+def stream_on_one_of_three() -> tuple[Harness, int, int, int]:
+    """A stream under way, the group that runs it, and two that can read its pool."""
     harness = Harness(num_groups=3, model=NO_EOS, max_group_losses=3)
     harness.share_pools()
     harness.add(prompt(21), 30)
     for _ in range(8):
         harness.round()
     (owner,) = (group for group, state in harness.scheduler._groups.items() if state.running)
-    second, third = sorted({0, 1, 2} - {owner})
+    return harness, owner, *sorted({0, 1, 2} - {owner})
+
+
+def test_a_group_that_is_lost_before_it_copied_leaves_the_first_loss_to_the_next_group() -> None:
+    harness, owner, second, third = stream_on_one_of_three()
     computed = harness.workers[owner].num_computed_tokens
     harness.lose_group(owner)
     plan = harness.schedule(second)
@@ -217,33 +223,29 @@ def test_a_group_that_is_lost_before_it_copied_leaves_the_first_loss_to_the_next
     assert sum(worker.num_computed_tokens for worker in harness.workers.values()) + computed == 21 + 29
 
 
-def test_a_pool_that_is_forgotten_or_out_of_reach_means_computing_again() -> None:
-    for forget in (True, False):
-        harness = Harness(num_groups=3, model=NO_EOS)
-        harness.share_pools()
-        harness.add(prompt(21), 30)
-        for _ in range(8):
-            harness.round()
-        (owner,) = (group for group, state in harness.scheduler._groups.items() if state.running)
-        others = sorted({0, 1, 2} - {owner})
-        if not forget:
-            harness.scheduler._groups[others[0]].readable.clear()
-        harness.lose_group(owner)
-        if forget:
-            harness.scheduler.forget_pool(owner)
-            assert not harness.scheduler.needs_pool(owner)
-        plan = harness.schedule(others[0])
-        if forget:
-            assert plan is not None
-            assert not plan.block_imports
-            assert plan.chunks[0].start == 0
-        else:
-            assert plan is None  # left to the group that has less to compute
-            plan = harness.schedule(others[1])
-            assert plan is not None
-            assert plan.block_imports
-        harness.run()
-        harness.assert_solo()
+def test_what_a_forgotten_pool_held_is_computed_again() -> None:
+    harness, owner, second, _ = stream_on_one_of_three()
+    harness.lose_group(owner)
+    harness.scheduler.forget_pool(owner)
+    assert not harness.scheduler.needs_pool(owner)
+    plan = harness.schedule(second)
+    assert plan is not None
+    assert not plan.block_imports
+    assert plan.chunks[0].start == 0
+    harness.run()
+    harness.assert_solo()
+
+
+def test_a_group_that_cannot_read_the_pool_leaves_the_stream_to_one_that_can() -> None:
+    harness, owner, second, third = stream_on_one_of_three()
+    harness.scheduler._groups[second].readable.clear()
+    harness.lose_group(owner)
+    assert harness.schedule(second) is None
+    plan = harness.schedule(third)
+    assert plan is not None
+    assert plan.block_imports
+    harness.run()
+    harness.assert_solo()
 
 
 def test_a_drained_group_hands_its_kv_over_too() -> None:
@@ -259,9 +261,11 @@ def test_a_drained_group_hands_its_kv_over_too() -> None:
     assert owed
     harness.lose_group(0)
     harness.schedule(1)
-    harness.work(1)
+    harness.finish_step(1)
     assert harness.workers[1].num_computed_tokens - before <= owed + 4
     assert harness.scheduler.stats().num_imported_blocks > 0
+    harness.run()
+    harness.assert_solo()
 
 
 def test_a_new_scheduler_finds_what_its_workers_have_computed() -> None:
@@ -286,6 +290,19 @@ def test_a_new_scheduler_finds_what_its_workers_have_computed() -> None:
     harness.finish_step()
     harness.run()
     assert [harness.text(name) for name in ("r0", "r1", stranger)] == [harness.solo(n) for n in ("r0", "r1", stranger)]
+
+
+def test_what_streams_share_is_evicted_after_what_follows_it_under_a_new_scheduler_too() -> None:
+    harness = Harness(num_blocks=20, model=NO_EOS)
+    for last in (3, 4):
+        harness.add([*prompt(8), *[last] * 8], 20)
+        for _ in range(3):
+            harness.round()
+    harness.replace_scheduler()
+    pool = harness.scheduler._groups[0].kv.pool
+    shared = [pool.find(key) for key in PrefixKeys(root_key("", ""), 4).up_to(2, prompt(8))]
+    given = [pool.allocate() for _ in range(pool.num_free)]
+    assert given[-2:] == shared[::-1]
 
 
 def test_without_a_prefix_cache_a_new_scheduler_begins_with_empty_pools() -> None:

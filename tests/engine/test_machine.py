@@ -302,12 +302,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             number = len(self.requests)
             self._add(GenerateRequest(f"r{number}", (*SHARED[:length], 5), SamplingParams(30, seed=number)))
         for _ in range(rounds):
-            for group in self.workers:
-                self._schedule(group)
-                if self.plans[group]:
-                    self._work(group)
-                if self.results[group]:
-                    self._apply(group)
+            self._round()
+
+    def _round(self) -> bool:
+        """A plan, a step and a result of each group; whether anything moved."""
+        moved = False
+        for group in self.workers:
+            moved |= self._schedule(group)
+            if self.plans[group]:
+                self._work(group)
+            if self.results[group]:
+                self._apply(group)
+                moved = True
+        return moved
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 0.5]))
     def wait(self, seconds) -> None:
@@ -376,14 +383,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self._new_group(9)  # whatever was lost or drained
         for _ in range(20_000):
             self.now += 0.01
-            moved = False
-            for group in self.workers:
-                moved |= self._schedule(group)
-                if self.plans[group]:
-                    self._work(group)
-                if self.results[group]:
-                    self._apply(group)
-                    moved = True
+            moved = self._round()
             self._receive(self.scheduler.expire(self.now))
             if not self.open:
                 break
