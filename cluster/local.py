@@ -138,17 +138,25 @@ def _inner_ports() -> dict[str, str]:
     return environment
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on, below those that the system hands out: between this call and the moment that
-    the port is opened, Ray's own processes take dozens of those, and HAProxy has found its port taken by one."""
-    while not port_is_free(host, port := random.SystemRandom().randrange(20_000, 32_000)):
+def free_port() -> int:
+    """A port that anyone may bind at once: nothing listens on it, and nothing that did has left connections there.
+
+    It lies below those that the system hands out: between this call and the moment that the port is opened, Ray's own
+    processes take dozens of those, and HAProxy has found its port taken by one.
+    """
+    while not _can_bind("127.0.0.1", port := random.SystemRandom().randrange(20_000, 32_000), reuse=False):
         pass
     return port
 
 
 def port_is_free(host: str, port: int) -> bool:
+    """Whether a server may listen there; connections that an earlier one has closed do not keep it from it."""
+    return _can_bind(host, port, reuse=True)
+
+
+def _can_bind(host: str, port: int, *, reuse: bool) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         try:
             probe.bind((host, port))
         except OSError:

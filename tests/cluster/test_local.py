@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
-from orcaserve.cluster.local import LocalRay, free_port
+import pytest
+
+from orcaserve.cluster.local import LocalRay, free_port, port_is_free
 
 FIRST_HANDED_OUT = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
 
 def test_free_ports_are_not_handed_out_by_the_system() -> None:
-    for _ in range(200):
-        port = free_port()
-        assert port < FIRST_HANDED_OUT
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", port))
+    assert max(free_port() for _ in range(200)) < FIRST_HANDED_OUT
+
+
+def test_a_port_is_not_free_while_someone_listens_or_a_connection_lingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    ended = socket.create_server(("127.0.0.1", 0))
+    client = socket.create_connection(ended.getsockname())
+    served, _ = ended.accept()
+    taken = [listener.getsockname()[1], ended.getsockname()[1]]
+    ended.close()
+    served.close()  # the side that closes first keeps the port for a minute
+    assert client.recv(1) == b""
+    client.close()
+    draws = iter([*taken, free_port()])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(draws))
+    with listener:
+        assert free_port() not in taken
+        assert next(draws, None) is None
+        assert not port_is_free("127.0.0.1", taken[0])
+        assert port_is_free("127.0.0.1", taken[1])  # to a server, which opens it in spite of that
 
 
 def test_a_ray_of_our_own_is_told_such_ports_alone() -> None:
