@@ -22,7 +22,7 @@ from orcaserve.cluster.app_routes import create_routes
 from orcaserve.cluster.app_run import Engine
 from orcaserve.cluster.app_trace import Tracer, otlp_processor
 from orcaserve.cluster.auth import KeyRing, read_keys, read_tenants
-from orcaserve.cluster.chat import ChatTemplate, read_special_tokens
+from orcaserve.cluster.chat import ChatTemplate
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.text import TextCodec
 from orcaserve.cluster.text_grammar import GrammarChecker
@@ -44,7 +44,7 @@ class Surface:
         self.grammars = GrammarChecker(model.tokenizer_file, model.vocab_size, config.grammar_timeout_s)
         template = None
         if model.chat_template is not None:
-            template = ChatTemplate(model.chat_template, read_special_tokens(model.model_dir))
+            template = ChatTemplate(model.chat_template, model.special_tokens)
         preparer = Preparer(model, self.codec, template, self.grammars, config)
         processor = otlp_processor(config.otlp_endpoint) if config.otlp_endpoint is not None else None
         self.metrics = RequestMetrics(model.name, engine.report)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -15,6 +14,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from orcaserve.cluster.model_info import BadModel
 from orcaserve.cluster.protocol_chat import Message
 from orcaserve.engine.errors import InvalidParameter
 
@@ -38,7 +38,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """Renders conversations. `special_tokens` are the template's bos_token, eos_token and the like."""
+    """Renders conversations. Raises BadModel for a template that is none."""
 
     def __init__(self, template: str, special_tokens: dict[str, str]) -> None:
         environment = ImmutableSandboxedEnvironment(
@@ -47,7 +47,10 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(template)
+        try:
+            self._template = environment.from_string(template)
+        except jinja2.TemplateError as error:
+            raise BadModel(f"the model's chat template cannot be used: {error}") from None
         self._special_tokens = special_tokens
         self._knows_developer = "developer" in template
 
@@ -95,17 +98,6 @@ class ChatTemplate:
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         turn = {"role": role, "content": message.text}
         return turn if message.name is None else turn | {"name": message.name}
-
-
-def read_special_tokens(model_dir: str) -> dict[str, str]:
-    """bos_token, eos_token and the like, by the names that templates use, from tokenizer_config.json."""
-    try:
-        config = json.loads((Path(model_dir) / "tokenizer_config.json").read_text())
-    except FileNotFoundError:
-        return {}
-    tokens = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _cut_at_mark(text: str, last: int) -> str:

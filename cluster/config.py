@@ -44,7 +44,9 @@ class ServeConfig(AppConfig):
 
     model: str = Field("smollm2-135m", description="a local directory, a .gguf file, a hub id, or smollm2-135m")
     served_model_name: Strings = Field((), description="names that clients may use (default: the model's)")
-    host: str = Field("127.0.0.1", description="address to listen on; anything but loopback wants --api-key")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="IPv4 address to listen on; anything but loopback wants --api-key"
+    )
     port: int = Field(8000, ge=1, le=65535)
     name: str = Field("orcaserve", pattern=r"^[a-z][a-z0-9-]*$", description="of the application on the Ray cluster")
     ray_address: str | None = Field(None, description="a running Ray cluster to join; default: start one here")
@@ -131,7 +133,7 @@ class ServeConfig(AppConfig):
 
     @property
     def on_loopback(self) -> bool:
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        return self.host in ("127.0.0.1", "localhost")
 
     @classmethod
     def load(cls, options: dict[str, Any], file: Path | None = None) -> ServeConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib.util
 import os
@@ -130,7 +131,7 @@ def _inner_ports() -> dict[str, str]:
     environment = {}
     for kind in ("HTTP", "GRPC"):
         first = random.SystemRandom().randrange(10_000, 19_900, 100)
-        while not port_is_free("127.0.0.1", first):
+        while not _can_bind(first):
             first = random.SystemRandom().randrange(10_000, 19_900, 100)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MIN_{kind}_PORT"] = str(first)
         environment[f"RAY_SERVE_DIRECT_INGRESS_MAX_{kind}_PORT"] = str(first + 99)
@@ -144,21 +145,31 @@ def free_port() -> int:
     It lies below those that the system hands out: between this call and the moment that the port is opened, Ray's own
     processes take dozens of those, and HAProxy has found its port taken by one.
     """
-    while not _can_bind("127.0.0.1", port := random.SystemRandom().randrange(20_000, 32_000), reuse=False):
+    while not _can_bind(port := random.SystemRandom().randrange(20_000, 32_000)):
         pass
     return port
 
 
-def port_is_free(host: str, port: int) -> bool:
-    """Whether a server may listen there; connections that an earlier one has closed do not keep it from it."""
-    return _can_bind(host, port, reuse=True)
-
-
-def _can_bind(host: str, port: int, *, reuse: bool) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
-        try:
+def check_address(host: str, port: int) -> None:
+    """Raises ValueError, with a line for the operator, where the front door cannot listen."""
+    if ":" in host:
+        raise ValueError(f"--host: {host} is IPv6, and Ray Serve's proxy reaches its routers by IPv4 alone")
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # what an earlier server left is no obstacle
             probe.bind((host, port))
+    except (socket.gaierror, UnicodeError):  # the latter for a name with an empty or an overlong part
+        raise ValueError(f"--host: {host!r} is neither an address nor a name that is known here") from None
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ValueError(f"--host: {host} is not an address of this machine") from None
+        raise ValueError(f"--port: cannot listen on {host}:{port}: {os.strerror(error.errno or 0).lower()}") from None
+
+
+def _can_bind(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
         except OSError:
             return False
         return True

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from orcaserve.cluster.config import ServeConfig
-from orcaserve.cluster.local import VITAL_PARTS, LocalRay, ended_parts, port_is_free, shield_ray_from_signals
+from orcaserve.cluster.local import VITAL_PARTS, LocalRay, ended_parts, shield_ray_from_signals
 from orcaserve.cluster.model_info import ModelInfo
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ class StartFailed(Exception):
 def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> int:
     """Serve until SIGINT or SIGTERM; returns the exit code. `say` shows progress."""
     started_s = time.monotonic()
-    if not port_is_free(config.host, config.port):
-        raise StartFailed(f"--port: {config.host}:{config.port} is in use")
     if not config.on_loopback and not config.wants_key:
         say(f"warning: {config.host} can be reached from other machines and there is no --api-key")
     local = None if config.ray_address else LocalRay()
@@ -132,10 +130,14 @@ class _Service:
         try:
             serve.start(http_options=http, logging_config=quiet)
         except RayError as error:
-            self._say(f"Ray Serve's HTTP proxy did not start, waiting for its next: {_last_line(error)}")
+            self._say(f"Ray Serve's HTTP proxy did not start, waiting for its next: {_last_line(str(error))}")
             serve.start(http_options=http, logging_config=quiet)  # finds the controller, which starts another proxy
         app = build(config.model_dump(mode="json"))
-        serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
+        try:
+            serve.run(app, name=config.name, route_prefix="/", logging_config=quiet)
+        except (RuntimeError, TimeoutError) as error:  # the first when routers fail, the second when the proxy does
+            routers = serve.status().applications[config.name].deployments["router"].message
+            raise StartFailed(f"the routers did not start: {_last_line(routers or str(error))}") from None
 
     def _wait_ready(self) -> None:
         """Show what the groups are doing until the front door says ready."""
@@ -230,8 +232,8 @@ def _ignore_signals() -> None:
         signal.signal(sig, signal.SIG_IGN)
 
 
-def _last_line(error: Exception) -> str:
-    return str(error).strip().rpartition("\n")[2]
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
 
 
 def _url(config: ServeConfig) -> str:

@@ -10,6 +10,7 @@ from functools import lru_cache
 
 from tokenizers import Tokenizer
 
+from orcaserve.cluster.model_info import BadModel
 from orcaserve.cluster.text_decoder import TextDecoder, WholeTexts
 
 # 4,096 characters of English take about 1 ms; more than that is worth a thread (the library lets the lock go).
@@ -37,8 +38,11 @@ class TextCodec:
 
     @classmethod
     def from_file(cls, tokenizer_file: str) -> TextCodec:
-        """Reads a tokenizer.json."""
-        return cls(Tokenizer.from_file(tokenizer_file))
+        """Reads a tokenizer.json. Raises BadModel."""
+        try:
+            return cls(Tokenizer.from_file(tokenizer_file))
+        except Exception as error:  # noqa: BLE001 (the library raises no narrower one)
+            raise BadModel(f"{tokenizer_file}: {error}") from None
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of each text. Long ones are encoded on a thread, so that the event loop goes on."""

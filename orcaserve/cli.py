@@ -42,14 +42,20 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
         raise typer.BadParameter(str(error)) from None
 
     from orcaserve.cluster.auth import read_tenants
+    from orcaserve.cluster.chat import ChatTemplate
+    from orcaserve.cluster.local import check_address
     from orcaserve.cluster.model_info import read_model_info
     from orcaserve.cluster.serve import StartFailed, run
+    from orcaserve.cluster.text import TextCodec
 
-    folder = _model_dir(resolved.model)
     try:
+        check_address(resolved.host, resolved.port)
+        folder = _model_dir(resolved.model)
         if resolved.tenants_file is not None:
             read_tenants(resolved.tenants_file)
         info = read_model_info(folder, resolved.served_model_name, resolved.max_model_len)
+        TextCodec.from_file(info.tokenizer_file)  # the routers, which read the same, would be half a minute in failing
+        ChatTemplate(info.chat_template or "", info.special_tokens)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if resolved.ray_address is None:  # else the name goes to nodes where this directory may not be

@@ -26,6 +26,7 @@ from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus, GroupStatus, View
 from orcaserve.engine.config import SchedulerConfig
 from tests.cluster.parrot import Parrot, RankThread
+from tests.waiting import eventually
 
 T = TypeVar("T")
 
@@ -174,14 +175,6 @@ class LiveServer:
             assert response.headers["content-type"].startswith("text/event-stream")
             text = response.read().decode()
         return [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Wait for a condition."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.01)
 
 
 @contextmanager

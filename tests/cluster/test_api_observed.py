@@ -15,7 +15,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.app_trace import Tracer
-from tests.cluster.live import LiveServer, eventually
+from tests.cluster.live import LiveServer
+from tests.waiting import eventually
 
 
 def test_spans_join_the_callers_trace(make_server: Callable[..., LiveServer]) -> None:

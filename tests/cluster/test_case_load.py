@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from orcaserve.cluster.app_config import AppConfig
-from tests.cluster.live import LiveServer, eventually
+from tests.cluster.live import LiveServer
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

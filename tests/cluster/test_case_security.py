@@ -17,7 +17,8 @@ from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.auth import KeyRing, Tenant, TenantEntry, read_tenants
 from orcaserve.cluster.errors import RateLimited, Unauthorized
 from orcaserve.cluster.limits import TenantGate
-from tests.cluster.live import LiveServer, eventually
+from tests.cluster.live import LiveServer
+from tests.waiting import eventually
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

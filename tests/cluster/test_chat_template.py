@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from orcaserve.cluster.chat import ChatTemplate, read_special_tokens
+from orcaserve.cluster.chat import ChatTemplate
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.protocol_chat import Message
 from orcaserve.engine.errors import InvalidParameter
@@ -51,7 +51,7 @@ def test_as_transformers_renders(
     want = theirs.apply_chat_template(
         conversation, chat_template=text, tokenize=False, add_generation_prompt=prompt, mode="x"
     )
-    got = ChatTemplate(text, read_special_tokens(model.model_dir)).render(
+    got = ChatTemplate(text, model.special_tokens).render(
         [Message.model_validate(turn) for turn in conversation],
         add_generation_prompt=prompt,
         continue_final_message=False,

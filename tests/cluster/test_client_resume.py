@@ -12,7 +12,8 @@ import pytest
 
 from orcaserve import AsyncClient, Client
 from orcaserve.cluster.client_retry import RetryPolicy
-from tests.cluster.live import LiveServer, eventually
+from tests.cluster.live import LiveServer
+from tests.waiting import eventually
 
 SAID = "one two three four five six seven"
 HI = [{"role": "user", "content": f"SAY:{SAID}"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from orcaserve.cluster.config import ConfigError, ServeConfig
-from orcaserve.cluster.model_info import ModelNotFound, read_model_info
+from orcaserve.cluster.model_info import BadModel, read_model_info
 from orcaserve.cluster.service import scheduler_config
 from orcaserve.workers import demo
 
@@ -97,15 +98,103 @@ def test_model_facts_without_torch() -> None:
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=r"config\.json"):
+    with pytest.raises(BadModel, match=r"config\.json"):
         read_model_info(tmp_path)
     with pytest.raises(ValueError, match="--max-model-len: 99999"):
         read_model_info(demo.pull("smollm2-135m"), max_model_len=99_999)
 
 
-@pytest.mark.parametrize("arguments", [["serve", "--port", "x"], ["serv"], ["serve", "--nonsense"], ["pull", "nope"]])
-def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The demo model's directory, to be broken."""
+    for file in demo.pull("smollm2-135m").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    return tmp_path
+
+
+def put(file: Path, text: str) -> None:
+    file.unlink(missing_ok=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("config.json", "[]", r"/config\.json: Expected `object`"),
+        ("config.json", "{", r"/config\.json: Expecting property name"),
+        ("config.json", "{}", r"/config\.json: .*`vocab_size`"),
+        ("config.json", '{"vocab_size": "many"}', r"/config\.json: .*\$\.vocab_size"),
+        ("generation_config.json", '{"eos_token_id": "x"}', r"/generation_config\.json: .*\$\.eos_token_id"),
+        ("tokenizer_config.json", '{"chat_template": 5}', r"/tokenizer_config\.json: .*\$\.chat_template"),
+    ],
+)
+def test_a_broken_model_is_one_line(copy: Path, name: str, text: str, reason: str) -> None:
+    put(copy / name, text)
+    with pytest.raises(BadModel, match=reason) as caught:
+        read_model_info(copy)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_model_may_leave_out(copy: Path) -> None:
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        (copy / name).unlink()
+    put(copy / "config.json", '{"vocab_size": 300, "eos_token_id": 7, "max_position_embeddings": 99, "dtype": [1]}')
+    info = read_model_info(copy)
+    assert (info.vocab_size, info.eos_token_ids, info.max_model_len) == (300, (7,), 99)
+    assert (info.chat_template, info.special_tokens, info.generation_defaults) == (None, {}, {})
+
+    put(copy / "generation_config.json", '{"eos_token_id": [1, 2], "temperature": 1, "top_k": null, "use_cache": true}')
+    templates = '[{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]'
+    special = '"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": false}, "pad_token": null'
+    put(copy / "tokenizer_config.json", f'{{"chat_template": {templates}, {special}}}')
+    info = read_model_info(copy)
+    assert (info.eos_token_ids, info.generation_defaults, info.chat_template) == ((1, 2), {"temperature": 1.0}, "D")
+    assert info.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def fails_at_once(*arguments: str) -> str:
+    """What the command says."""
     done = subprocess.run([sys.executable, "-m", "orcaserve.cli", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("orcaserve: ")
+    return done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--port", "x"], ["serv"], ["serve", "--nonsense"], ["pull", "nope"]])
+def test_bad_usage_is_one_line_and_exit_code_2(arguments: list[str]) -> None:
+    fails_at_once(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("tokenizer.json", '{"model": {"type": "none"}}', "/tokenizer.json: data did not match"),
+        ("chat_template.jinja", "{% if %}", "chat template cannot be used: Expected an expression"),
+    ],
+)
+def test_what_routers_could_not_read_is_refused_before_they_start(
+    copy: Path, name: str, text: str, reason: str
+) -> None:
+    put(copy / name, text)
+    assert reason in fails_at_once("serve", str(copy))
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("nosuch.invalid", "neither an address nor a name"),
+        ("a..b", "neither an address nor a name"),
+        ("192.0.2.7", "not an address of this machine"),
+        ("::1", "IPv6"),
+        ("", "host: "),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on(host: str, reason: str) -> None:
+    assert reason in fails_at_once("serve", "smollm2-135m", "--host", host)
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert f"--port: cannot listen on 127.0.0.1:{port}" in fails_at_once("serve", "smollm2-135m", "--port", port)

@@ -15,8 +15,7 @@ import random
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from orcaserve.loadtest.chaos import Drill, DrillOptions, parse_kinds
 from orcaserve.loadtest.faults import Injector
 from orcaserve.loadtest.serving import Serving, still_alive
 from orcaserve.workers import demo
+from tests.waiting import eventually
 
 T = TypeVar("T")
 Case = tuple[tuple[int, ...], int, float]  # prompt, tokens to generate, temperature
@@ -120,18 +120,9 @@ def serving() -> Iterator[Serving]:
 @pytest.fixture(scope="module")
 def driver(serving: Serving) -> Iterator[Driver]:
     driver = Driver(serving)
-    wait_until(lambda: [g.state for g in driver.status().groups] == ["ready", "ready"], 240)
+    eventually(lambda: [g.state for g in driver.status().groups] == ["ready", "ready"], 240)
     yield driver
     driver.close()
-
-
-def wait_until(condition: Callable[[], bool], within_s: float) -> float:
-    """Seconds until the condition held."""
-    began_s = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began_s < within_s, "waited in vain"
-        time.sleep(0.02)
-    return time.monotonic() - began_s
 
 
 def prompts_of(*lengths: int) -> list[tuple[int, ...]]:
@@ -167,7 +158,7 @@ class Crowd:
         self.expected = driver.undisturbed(*cases)
         before = driver.status().scheduler.generation_tokens
         self.futures = [driver.start(driver.generate(*case)) for case in cases]
-        wait_until(lambda: driver.status().scheduler.generation_tokens > before + len(cases) * 5, 60)
+        eventually(lambda: driver.status().scheduler.generation_tokens > before + len(cases) * 5, 60)
 
     def finish(self, within_s: float = 240.0) -> None:
         """Every stream must end with the ids of its undisturbed run: none lost, none twice."""
@@ -197,7 +188,7 @@ def test_listens_on_loopback_alone(serving: Serving) -> None:
         listeners[:] = serving.listeners()
         return any(address.endswith(f":{serving.port}") for address in listeners)
 
-    wait_until(door_is_seen, 60)
+    eventually(door_is_seen, 60)
     assert [a for a in listeners if not a.startswith(("127.0.0.1:", "[::ffff:127.0.0.1]:", "[::1]:"))] == []
 
 
@@ -247,7 +238,7 @@ def test_many_streams_have_their_solo_ids(driver: Driver, lengths: tuple[int, ..
         return await asyncio.gather(*tasks)
 
     assert driver.run(together(), timeout_s=600) == expected
-    wait_until(lambda: is_idle(driver), 30)
+    eventually(lambda: is_idle(driver), 30)
 
 
 def test_case_20_closed_streams_leave_nothing(serving: Serving, driver: Driver) -> None:
@@ -273,7 +264,7 @@ def test_case_20_closed_streams_leave_nothing(serving: Serving, driver: Driver) 
             writer.close()
 
     driver.run(close_all())
-    wait_until(lambda: is_idle(driver), 30)
+    eventually(lambda: is_idle(driver), 30)
 
 
 def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Driver) -> None:
@@ -281,12 +272,12 @@ def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Drive
     before = driver.status()
     os.kill(before.scheduler_pid, signal.SIGKILL)
     crowd.finish()
-    wait_until(lambda: all_ready(driver), 180)
+    eventually(lambda: all_ready(driver), 180)
     after = driver.status()
     assert after.scheduler_pid != before.scheduler_pid
     assert [group.pids for group in after.groups] == [group.pids for group in before.groups]
     assert after.scheduler.prefix_cache_hits > 0  # what the workers had computed was found, not computed again
-    wait_until(lambda: serving.get("/ready")[0] == 200, 60)
+    eventually(lambda: serving.get("/ready")[0] == 200, 60)
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
 
 
@@ -297,26 +288,26 @@ def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Dri
     victims, survivors = (group.pids for group in driver.status().groups)
     imported = driver.status().scheduler.num_imported_blocks
     os.kill(victims[0], signal.SIGKILL)
-    wait_until(lambda: driver.status().groups[0].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 - 2)  # it is not silence
+    eventually(lambda: driver.status().groups[0].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 - 2)  # it is not silence
     assert serving.get("/ready")[0] == 200
     crowd.finish()
-    wait_until(lambda: all_ready(driver), 180)
+    eventually(lambda: all_ready(driver), 180)
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
     assert driver.status().groups[0].num_starts == 2
     assert driver.status().scheduler.num_imported_blocks > imported
     pool = f"orcaserve-kv-{victims[0]}-"
-    wait_until(lambda: not any(pool in Path(f"/proc/{pid}/maps").read_text() for pid in survivors), 30)
-    wait_until(lambda: is_idle(driver), 30)
+    eventually(lambda: not any(pool in Path(f"/proc/{pid}/maps").read_text() for pid in survivors), 30)
+    eventually(lambda: is_idle(driver), 30)
 
 
 def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
     crowd = Crowd(driver)
     victims = driver.status().groups[1].pids
     os.kill(victims[0], signal.SIGSTOP)
-    wait_until(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 30)
+    eventually(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 30)
     crowd.finish()
-    wait_until(lambda: all_ready(driver), 180)
-    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 60)
+    eventually(lambda: all_ready(driver), 180)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in victims), 60)
 
 
 @pytest.mark.nightly  # the drill below does it too
@@ -325,11 +316,11 @@ def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver:
     [router] = [pid for pid, command in serving.processes().items() if "ServeReplica:orcaserve:router" in command]
     routers = driver.status().num_routers
     os.kill(router, signal.SIGKILL)
-    wait_until(lambda: driver.status().num_routers == routers - 1, 30)
+    eventually(lambda: driver.status().num_routers == routers - 1, 30)
     crowd.finish()
-    wait_until(lambda: serving.get("/ready")[0] == 200, 60)
+    eventually(lambda: serving.get("/ready")[0] == 200, 60)
     assert serving.post("/v1/chat/completions", CHAT)["choices"][0]["message"]["content"].endswith("Berlin.")
-    wait_until(lambda: is_idle(driver), 30)
+    eventually(lambda: is_idle(driver), 30)
 
 
 def test_a_drill_loses_nothing(serving: Serving) -> None:
@@ -375,7 +366,7 @@ def test_case_40_no_answer_holds_anothers_words(driver: Driver, num_documents: i
 
     for _ in range(num_rounds):
         driver.run(round_of_all(), timeout_s=300)
-    wait_until(lambda: is_idle(driver), 30)
+    eventually(lambda: is_idle(driver), 30)
 
 
 def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Serving, driver: Driver) -> None:
@@ -387,12 +378,12 @@ def test_case_26_a_stop_ends_streams_in_order_and_leaves_no_process(serving: Ser
     folders = {Path(word).parent for command in processes.values() for word in command.split() if "/orca-" in word}
     endless = {"model": CHAT["model"], "prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     cut_off = driver.start(asyncio.to_thread(read_all, serving, endless))
-    wait_until(lambda: driver.status().scheduler.running == 1, 60)
+    eventually(lambda: driver.status().scheduler.running == 1, 60)
     quick = driver.start(driver.generate(prompts_of(4)[0], 40))
-    wait_until(lambda: driver.status().scheduler.running == 2, 60)
+    eventually(lambda: driver.status().scheduler.running == 2, 60)
 
     os.killpg(serving.process.pid, signal.SIGTERM)
-    wait_until(lambda: serving.get("/ready")[0] == 503, 10)
+    eventually(lambda: serving.get("/ready")[0] == 503, 10)
     status, headers, _ = read_all(serving, {**endless, "stream": False, "max_tokens": 1})
     assert (status, "retry-after" in headers) == (503, True)
     serving.stop(signal.SIGTERM)  # a second one, which must not hurry anything

@@ -7,8 +7,7 @@ import os
 import random
 import signal
 import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +28,7 @@ from orcaserve.engine.errors import Unavailable
 from orcaserve.engine.messages import GenerateRequest
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.workers import demo
+from tests.waiting import eventually
 
 T = TypeVar("T")
 GPU_NODE = {"num_cpus": 4, "num_gpus": 4, "resources": {"accelerator_type:H100": 1}, "object_store_memory": 80 * 2**20}
@@ -112,17 +112,10 @@ class Site:
 def site() -> Iterator[Site]:
     site = Site()
     try:
-        until(lambda: site.states() == ["ready", "ready"], 180)
+        eventually(lambda: site.states() == ["ready", "ready"], 180)
         yield site
     finally:
         site.close()
-
-
-def until(condition: Callable[[], bool], within_s: float) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.05)
 
 
 def placements() -> int:
@@ -173,17 +166,17 @@ def test_streams_survive_the_loss_of_a_node(site: Site) -> None:
     at_first = site.status()
     before = at_first.scheduler.generation_tokens
     running = site.start_all(prompts, [100] * 6)
-    until(lambda: site.status().scheduler.generation_tokens > before + 60, 120)
+    eventually(lambda: site.status().scheduler.generation_tokens > before + 60, 120)
     lost = site.status().groups[0].node_ids[0]
     [node] = [node for node in site.nodes if node.node_id == lost]
     site.cluster.remove_node(node, allow_graceful=False)
     assert not all(future.done() for future in running)
     assert [future.result(240) for future in running] == expected
-    until(lambda: site.status().groups[0].phase == "placing", 120)
+    eventually(lambda: site.status().groups[0].phase == "placing", 120)
     assert site.status().ready
 
     site.nodes = [other for other in site.nodes if other is not node] + [site.cluster.add_node(**GPU_NODE)]
-    until(lambda: site.states() == ["ready", "ready"], 180)
+    eventually(lambda: site.states() == ["ready", "ready"], 180)
     assert placements() == 2
     assert site.status().num_group_losses == at_first.num_group_losses + 1
 
@@ -192,12 +185,12 @@ def test_a_killed_rank_ends_its_whole_group_and_nobodys_stream(site: Site) -> No
     prompts = [(i + 5, 46) for i in range(4)]
     expected = site.undisturbed(prompts, [30] * 4)
     running = site.start_all(prompts, [30] * 4)
-    until(lambda: site.status().scheduler.running == 4, 60)
+    eventually(lambda: site.status().scheduler.running == 4, 60)
     losses, victims = site.status().num_group_losses, site.status().groups[1].pids
     os.kill(victims[1], signal.SIGKILL)
-    until(lambda: site.status().groups[1].state != "ready", 60)
+    eventually(lambda: site.status().groups[1].state != "ready", 60)
     assert [future.result(240) for future in running] == expected
-    until(lambda: site.states() == ["ready", "ready"], 180)
+    eventually(lambda: site.states() == ["ready", "ready"], 180)
     assert not any(Path(f"/proc/{pid}").exists() for pid in victims)
     assert placements() == 2
     assert site.status().num_group_losses == losses + 1
@@ -208,12 +201,12 @@ def test_fewer_groups_finish_their_work_first_and_give_their_place_back(site: Si
     prompts = [(i + 3, 44) for i in range(6)]
     expected = site.undisturbed(prompts, [40] * 6)
     running = site.start_all(prompts, [40] * 6)
-    until(lambda: site.status().scheduler.running == 6, 60)
+    eventually(lambda: site.status().scheduler.running == 6, 60)
     ray.get(site.scheduler.resize.remote(1))
     assert "draining" in site.states()
     assert [future.result(240) for future in running] == expected
-    until(lambda: site.states() == ["ready"], 120)
-    until(lambda: placements() == 1, 60)
+    eventually(lambda: site.states() == ["ready"], 120)
+    eventually(lambda: placements() == 1, 60)
     assert site.status().num_group_losses == losses  # a drain is no loss
 
 
@@ -222,36 +215,36 @@ def test_from_no_group_at_all_a_burst_waits_and_is_served(site: Site) -> None:
     prompts = [(i + 3, 43) for i in range(2)]
     expected = site.undisturbed(prompts, [100] * 2)
     running = site.start_all(prompts, [100] * 2)
-    until(lambda: site.status().scheduler.running == 2, 60)
+    eventually(lambda: site.status().scheduler.running == 2, 60)
     [victim, _] = site.status().groups[0].pids
     ray.get(site.scheduler.resize.remote(0))
     assert site.states() == ["draining"]
     os.kill(victim, signal.SIGKILL)
     seen = set()
-    until(lambda: seen.update(states := site.states()) or states == [], 120)
+    eventually(lambda: seen.update(states := site.states()) or states == [], 120)
     assert seen == {"draining"}
-    until(lambda: placements() == 0, 60)
+    eventually(lambda: placements() == 0, 60)
 
     assert not site.status().ready
     running += site.start_all([(i + 3, 45) for i in range(6)], [5] * 6)
-    until(lambda: site.status().scheduler.waiting == 8, 60)
+    eventually(lambda: site.status().scheduler.waiting == 8, 60)
     ray.get(site.scheduler.resize.remote(1))
     assert [future.result(240) for future in running[:2]] == expected
     assert [len(future.result(240)) for future in running[2:]] == [5] * 6
 
 
 def test_a_new_scheduler_takes_the_workers_over_and_gives_back_what_was_half_placed(site: Site) -> None:
-    until(lambda: site.states() == ["ready"], 120)
+    eventually(lambda: site.states() == ["ready"], 120)
     placement_group([{"GPU": 1}], name="site-group-7-f00", lifetime="detached")
-    until(lambda: placements() == 2, 60)
+    eventually(lambda: placements() == 2, 60)
     [kept] = site.status().groups
     before = site.status().scheduler_pid
     os.kill(before, signal.SIGKILL)
-    until(lambda: site.states() == ["ready"], 60)  # as many as there were, not the two that it began with
+    eventually(lambda: site.states() == ["ready"], 60)  # as many as there were, not the two that it began with
     now = site.status()
     assert now.scheduler_pid != before
     assert (now.groups[0].pids, now.groups[0].phase) == (kept.pids, "")
-    until(lambda: placements() == 1, 60)
+    eventually(lambda: placements() == 1, 60)
 
 
 def test_a_new_scheduler_keeps_the_number_of_groups_that_it_was_told(site: Site) -> None:
@@ -260,16 +253,16 @@ def test_a_new_scheduler_keeps_the_number_of_groups_that_it_was_told(site: Site)
     assert [group.state for group in before.groups] == ["ready"]
     ray.get(site.scheduler.resize.remote(2))
     os.kill(before.scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready", "ready"], 180)
+    eventually(lambda: site.states() == ["ready", "ready"], 180)
     assert before.groups[0].pids in [group.pids for group in site.status().groups]
 
     running = site.start_all([(i + 3, 49) for i in range(2)], [120] * 2)
-    until(lambda: site.status().scheduler.running == 2, 60)
+    eventually(lambda: site.status().scheduler.running == 2, 60)
     ray.get(site.scheduler.resize.remote(1))
     assert sorted(site.states()) == ["draining", "ready"]
     os.kill(site.status().scheduler_pid, signal.SIGKILL)
-    until(lambda: site.states() == ["ready"], 180)
-    until(lambda: placements() == 1, 60)
+    eventually(lambda: site.states() == ["ready"], 180)
+    eventually(lambda: placements() == 1, 60)
     assert [len(future.result(240)) for future in running] == [120] * 2
 
 
@@ -278,11 +271,11 @@ def test_a_node_that_is_drained_lets_streams_finish_and_moves_the_rest(site: Sit
     lengths = [10, 250] * 4
     expected = site.undisturbed(prompts, lengths)
     running = site.start_all(prompts, lengths)
-    until(lambda: site.status().scheduler.running == 8, 60)
+    eventually(lambda: site.status().scheduler.running == 8, 60)
     at_first = site.status()
     [leaving] = {node for group in at_first.groups for node in group.node_ids}
     drained = site.start(asyncio.to_thread(drain_node, leaving, "site", 6.0, print))
-    until(lambda: sorted(site.states()) == ["draining", "starting"], 6)  # its place is taken elsewhere
+    eventually(lambda: sorted(site.states()) == ["draining", "starting"], 6)  # its place is taken elsewhere
     assert drained.result(60) == 0  # nothing was there any more when the time was up
     assert not any(leaving in group.node_ids for group in site.status().groups)
     assert [future.done() for future in running] == [True, False] * 4
@@ -308,21 +301,21 @@ def test_scaling_follows_a_burst_from_zero_and_back_to_zero(site: Site) -> None:
     def groups() -> list[str]:
         return [group.state for group in ray.get(scheduler.status.remote()).groups]
 
-    until(lambda: groups() == [], 180)
+    eventually(lambda: groups() == [], 180)
     assert ray.get(scheduler.status.remote()).ready  # whoever comes is held, and served after a start
     stream = site.run(site.open("elastic"))
     prompts = [(i + 3, 47) for i in range(24)]
     running = [site.start(site.generate(prompt, 30, stream)) for prompt in prompts]
-    until(lambda: len(groups()) == 2, 120)
+    eventually(lambda: len(groups()) == 2, 120)
     answers = [future.result(120) for future in running]
     assert [len(ids) for ids in answers] == [30] * 24
-    until(lambda: groups() == [], 180)
+    eventually(lambda: groups() == [], 180)
     again = site.start(site.generate((3, 48), 200, stream))
-    until(lambda: groups() == ["ready"], 180)
+    eventually(lambda: groups() == ["ready"], 180)
     again.cancel()
     pids = [ray.get(scheduler.status.remote()).scheduler_pid, *ray.get(scheduler.status.remote()).groups[0].pids]
     site.run(stream.close())  # the last router is gone, and there is no such application
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 120)
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 120)
     assert "elastic-scheduler" not in ray.util.list_named_actors()
 
 
@@ -338,12 +331,12 @@ def test_a_model_that_cannot_be_loaded_is_named(site: Site, tmp_path: Any) -> No
     )
     scheduler = ensure_scheduler(config, read_model_info(folder), "cpu")
     before = placements()
-    until(lambda: any(group.error for group in ray.get(scheduler.status.remote()).groups), 180)
+    eventually(lambda: any(group.error for group in ray.get(scheduler.status.remote()).groups), 180)
     assert "model.safetensors" in ray.get(scheduler.status.remote()).groups[0].error
     assert not ray.get(scheduler.status.remote()).ready
     ray.get(scheduler.stop.remote(0.0))
     ray.kill(scheduler)
-    until(lambda: placements() <= before, 60)
+    eventually(lambda: placements() <= before, 60)
 
 
 def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> None:
@@ -361,10 +354,10 @@ def test_a_worker_that_is_stopped_while_it_starts_is_replaced(site: Site) -> Non
         return group
 
     try:
-        until(lambda: group() is not None and group().phase == "loading weights", 180)
+        eventually(lambda: group() is not None and group().phase == "loading weights", 180)
         [stopped] = group().pids
         os.kill(stopped, signal.SIGSTOP)
-        until(lambda: group().state == "ready", 180)
+        eventually(lambda: group().state == "ready", 180)
         assert group().num_starts == 2
         assert group().error == "a worker did not answer for 15 s while it was loading weights"
         assert not Path(f"/proc/{stopped}").exists()

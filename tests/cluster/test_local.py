@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from orcaserve.cluster.local import LocalRay, free_port, port_is_free
+from orcaserve.cluster.local import LocalRay, check_address, free_port
 
 FIRST_HANDED_OUT = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
 
@@ -35,8 +35,9 @@ def test_a_port_is_not_free_while_someone_listens_or_a_connection_lingers(monkey
     with listener:
         assert free_port() not in taken
         assert next(draws, None) is None
-        assert not port_is_free("127.0.0.1", taken[0])
-        assert port_is_free("127.0.0.1", taken[1])  # to a server, which opens it in spite of that
+        with pytest.raises(ValueError, match="address already in use"):
+            check_address("127.0.0.1", taken[0])
+        check_address("127.0.0.1", taken[1])  # a server opens it in spite of that
 
 
 def test_a_ray_of_our_own_is_told_such_ports_alone() -> None:

@@ -15,7 +15,8 @@ from orcaserve.cli import main
 from orcaserve.cluster.app_config import AppConfig
 from orcaserve.cluster.step_trace import GROUPS, SCHEDULER, StepTrace
 from orcaserve.cluster.wire import RankStep, StepSeen, StepTimes
-from tests.cluster.live import LiveServer, eventually, users
+from tests.cluster.live import LiveServer, users
+from tests.waiting import eventually
 
 KEY = "a-key"
 

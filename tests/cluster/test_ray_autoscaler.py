@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from orcaserve.engine.messages import GenerateRequest
 from orcaserve.engine.sampling import SamplingParams
 from orcaserve.loadtest.serving import processes_under
 from orcaserve.workers import demo
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.nightly
 _STORE_BYTES = 80 * 2**20
@@ -74,7 +74,7 @@ def ray_with_autoscaler() -> Iterator[str]:
     with (folder / "head.log").open("w") as log:
         head = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
-        until(lambda: "ray status" in (folder / "head.log").read_text() or head.poll() is not None, 60)
+        eventually(lambda: "ray status" in (folder / "head.log").read_text() or head.poll() is not None, 60)
         assert head.poll() is None, (folder / "head.log").read_text()
         yield address
     finally:
@@ -82,15 +82,8 @@ def ray_with_autoscaler() -> Iterator[str]:
         head.terminate()
         head.wait(30)
         for pid in children:
-            until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 30)  # type: ignore[misc]
+            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), 30)  # type: ignore[misc]
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def until(condition: Callable[[], bool], within_s: float) -> None:
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.1)
 
 
 def num_gpu_nodes() -> int:
@@ -124,7 +117,7 @@ async def burst() -> None:
     stream = connect("elastic")
     await stream.start()
     try:
-        await eventually(lambda: num_gpu_nodes() == 0 and not ray.get(scheduler.status.remote()).groups, 180)
+        await until(lambda: num_gpu_nodes() == 0 and not ray.get(scheduler.status.remote()).groups, 180)
 
         async def generate(number: int) -> int:
             sampling = SamplingParams(max_tokens=40, seed=number, ignore_eos=True)
@@ -132,9 +125,9 @@ async def burst() -> None:
             return sum([len(delta.token_ids) async for delta in deltas])
 
         answers = asyncio.gather(*(generate(number) for number in range(24)))
-        await eventually(lambda: num_gpu_nodes() == 2, 120)
+        await until(lambda: num_gpu_nodes() == 2, 120)
         assert await answers == [40] * 24
-        await eventually(lambda: num_gpu_nodes() == 0, 120)
+        await until(lambda: num_gpu_nodes() == 0, 120)
         assert (await stream.status()).ready  # asleep: the next one would be held and served
     finally:
         await stream.close()
@@ -142,7 +135,7 @@ async def burst() -> None:
         ray.kill(scheduler)
 
 
-async def eventually(condition: Callable[[], bool], within_s: float) -> None:
+async def until(condition: Callable[[], bool], within_s: float) -> None:
     async with asyncio.timeout(within_s):
         while not await asyncio.to_thread(condition):
             await asyncio.sleep(0.2)

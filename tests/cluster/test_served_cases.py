@@ -16,7 +16,7 @@ import pytest
 
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.loadtest.serving import Serving
-from tests.cluster.live import LiveServer, eventually
+from tests.cluster.live import LiveServer
 from tests.cluster.test_api_openai import (  # noqa: F401  # collected here too, with this module's server
     client,
     test_models_and_usage_are_theirs_too,
@@ -62,6 +62,7 @@ from tests.cluster.test_case_streaming import (  # noqa: F401
     test_case_03_usage_only_when_asked_for,
     test_streams_and_whole_answers_agree_for_each_choice,
 )
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.nightly
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
 from orcaserve.cluster.serve import _Service
 from orcaserve.loadtest.serving import Serving, still_alive
 from orcaserve.workers import demo
+from tests.waiting import eventually
 
 # `orcaserve serve`, except that a stranger sits on a port of its proxy until Ray Serve has given that proxy up.
 OBSTRUCTED = """
@@ -46,10 +49,7 @@ class ObstructedServing(Serving):
 
 
 def wait_until_gone(processes: dict[int, str], within_s: float) -> None:
-    began_s = time.monotonic()
-    while still_alive(processes) and time.monotonic() - began_s < within_s:
-        time.sleep(0.1)
-    assert still_alive(processes) == {}
+    eventually(lambda: not still_alive(processes), within_s)
 
 
 def test_a_proxy_that_did_not_start_delays_the_start_and_a_signal_to_all_ends_it() -> None:
@@ -68,6 +68,22 @@ def test_a_proxy_that_did_not_start_delays_the_start_and_a_signal_to_all_ends_it
         wait_until_gone(processes, 60)
     finally:
         serving.stop()
+
+
+@pytest.mark.nightly  # Ray Serve tries each router three times, half a minute in all
+def test_routers_that_cannot_start_are_one_line(tmp_path: Path) -> None:
+    for file in demo.pull("smollm2-135m").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    serving = Serving(str(tmp_path), "--num-threads", "1", "--kv-cache-memory", "64MiB")
+    eventually(lambda: "starting Ray" in serving.output, 60)  # what it has read itself was whole
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert serving.process.wait(180) == 1
+    serving.stop()
+    [error] = [line for line in serving.log if "error" in line]
+    assert "the routers did not start: " in error
+    assert "tokenizer.json" in error
+    assert serving.log[-1] == error
 
 
 def test_a_service_ends_with_its_ray(model: ModelInfo) -> None:
