@@ -33,7 +33,7 @@ ApiKeys = Annotated[tuple[str, ...], BeforeValidator(_hashed_keys)]
 class ApiLimits(BaseModel):
     """They bound what one request can cost before the scheduler sees it. Field names are the flags' names."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_body_bytes: int = Field(default=8 * 2**20, gt=0, description="larger request bodies are refused unread (413)")
     max_prompt_chars: int = Field(default=4_000_000, gt=0, description="of all prompts of one request together")
@@ -62,7 +62,9 @@ class AppConfig(ApiLimits):
     tenants_file: Path | None = Field(default=None, description="YAML: tenants with their keys, weights and limits")
     log_format: Literal["text", "json"] = Field(default="text", description="of the line that each request leaves")
     log_prompts: bool = Field(default=False, description="put prompts into the log")
-    otlp_endpoint: str | None = Field(default=None, description="send OpenTelemetry spans there, as http://host:4318")
+    otlp_endpoint: str | None = Field(
+        default=None, pattern=r"^https?://[^/]", description="send OpenTelemetry spans there, as http://host:4318"
+    )
 
     @property
     def wants_key(self) -> bool:

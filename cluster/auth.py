@@ -95,13 +95,20 @@ class KeyRing:
 
 def read_keys(file: Path) -> list[str]:
     """One key a line, as a Secret is mounted. Raises ValueError that names the file, but no key."""
-    try:
-        keys = file.read_text().split()
-    except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}") from None
+    keys = _text(file).split()
     if not keys:
         raise ValueError(f"{file}: there is no key in it")
     return [hashed_key(key) for key in keys]
+
+
+def _text(file: Path) -> str:
+    """Raises ValueError that names the file, but nothing in it."""
+    try:
+        return file.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{file}: not a text in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from None
 
 
 def _password(credentials: bytes) -> bytes:
@@ -115,7 +122,7 @@ def _password(credentials: bytes) -> bytes:
 def read_tenants(path: Path) -> list[TenantEntry]:
     """The tenants file. Raises ValueError that names the file and the place, but no key."""
     try:
-        parsed = TenantsFile.model_validate(yaml.safe_load(path.read_text()))
+        parsed = TenantsFile.model_validate(yaml.safe_load(_text(path)))
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         raise ValueError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -107,11 +108,14 @@ def drain(
     ray_address: Annotated[str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster of this node.")] = "auto",
 ) -> None:
     """Before this node goes: keep new work away from it, and wait until what it has is done or has moved."""
-    from orcaserve.cluster.drain import DrainFailed, drain_this_node
+    from orcaserve.cluster.drain import drain_this_node
+    from orcaserve.cluster.ray_address import NoRay
 
+    if not math.isfinite(timeout):
+        raise typer.BadParameter(f"--timeout: {timeout} is no time to wait")
     try:
         left = drain_this_node(ray_address, name, timeout, _tell)
-    except DrainFailed as error:
+    except NoRay as error:
         _fail(str(error))
     if left:
         _fail(f"{left} groups and streams were still here after {timeout:g} s")

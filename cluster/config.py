@@ -149,7 +149,7 @@ class ServeConfig(AppConfig):
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(file.read_text())
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {file}: {' '.join(str(error).split())}") from None
     if values is None:
         return {}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from orcaserve.cluster.group import NAMESPACE
+from orcaserve.cluster.ray_address import NAMESPACE, join_ray
 from orcaserve.cluster.scheduler_actor import scheduler_actor_name
 
 _POLL_S = 0.5
@@ -15,18 +14,11 @@ _HAND_OVER_S = 2.0  # what a group still runs then moves, and its processes end,
 _LAST_BYTES_S = 1.0  # what the engine has ended is still on its way to the client
 
 
-class DrainFailed(Exception):
-    """There is no Ray here; the message is for the operator."""
-
-
 def drain_this_node(ray_address: str, application: str, timeout_s: float, say: Callable[[str], None]) -> int:
-    """`drain_node` with a Ray that runs here. Raises DrainFailed."""
+    """`drain_node` with a Ray that runs here. Raises NoRay."""
     import ray
 
-    try:
-        ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise DrainFailed(f"no Ray at {ray_address}: {error}") from None
+    join_ray(ray_address)
     try:
         return drain_node(ray.get_runtime_context().get_node_id(), application, timeout_s, say)
     finally:

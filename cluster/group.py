@@ -27,12 +27,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.ray_address import NAMESPACE
 from orcaserve.cluster.wire import GroupState, GroupStatus, Hello
 from orcaserve.cluster.worker_actor import WorkerActor
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "orcaserve"
 _ADOPT_TIMEOUT_S = 10.0
 _PROCESS_START_TIMEOUT_S = 120.0
 _WATCH_PERIOD_S = 1.0

@@ -159,7 +159,7 @@ def check_address(host: str, port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, True)  # what an earlier server left is no obstacle
             probe.bind((host, port))
     except (socket.gaierror, UnicodeError):  # the latter for a name with an empty or an overlong part
-        raise ValueError(f"--host: {host!r} is neither an address nor a name that is known here") from None
+        raise ValueError(f"--host: {host} is neither an address nor a name that is known here") from None
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
             raise ValueError(f"--host: {host} is not an address of this machine") from None

@@ -16,8 +16,8 @@ from orcaserve.cluster.autoscaling import Autoscaler, ScalingRules, load_of
 from orcaserve.cluster.channel import Endpoint
 from orcaserve.cluster.config import Device, ServeConfig
 from orcaserve.cluster.fleet import Fleet, report_bug
-from orcaserve.cluster.group import NAMESPACE
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.ray_address import NAMESPACE
 from orcaserve.cluster.service import SchedulerService, scheduler_config
 from orcaserve.cluster.stream import EngineStream
 from orcaserve.cluster.wire import ClusterStatus

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from orcaserve.cluster.config import ServeConfig
 from orcaserve.cluster.local import VITAL_PARTS, LocalRay, ended_parts, shield_ray_from_signals
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.ray_address import NAMESPACE, join_ray
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -76,19 +77,20 @@ class _Service:
     def start(self) -> None:
         """Returns when a request would be answered. Scheduler and workers start beside Ray Serve."""
         config = self._config
-        self._say("starting Ray")
         import ray
 
         if self._local is None:
-            ray.init(address=config.ray_address, namespace="orcaserve", log_to_driver=False)
+            assert config.ray_address is not None
+            join_ray(config.ray_address)
         else:
+            self._say("starting Ray")
             shield_ray_from_signals()
             ray.init(
                 address="local",  # not one that RAY_ADDRESS or `ray start` have left here
                 num_cpus=max(os.cpu_count() or 1, config.groups * config.tensor_parallel_size + 1),
                 include_dashboard=False,
                 object_store_memory=100 * 2**20,
-                namespace="orcaserve",
+                namespace=NAMESPACE,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 _node_ip_address="127.0.0.1",

@@ -16,8 +16,8 @@ import ray
 
 from orcaserve.cluster.channel import BlockingClient, ChannelClosed, Endpoint
 from orcaserve.cluster.config import ServeConfig
-from orcaserve.cluster.group import NAMESPACE
 from orcaserve.cluster.model_info import ModelInfo
+from orcaserve.cluster.ray_address import NAMESPACE
 from orcaserve.cluster.scheduler_actor import scheduler_actor_name
 from orcaserve.cluster.service import SchedulerService, scheduler_config
 from orcaserve.cluster.wire import ClusterStatus, Done, Hello, Leave, Step, ToRank

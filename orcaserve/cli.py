@@ -41,10 +41,11 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 
-    from orcaserve.cluster.auth import read_tenants
+    from orcaserve.cluster.auth import read_keys, read_tenants
     from orcaserve.cluster.chat import ChatTemplate
     from orcaserve.cluster.local import check_address
     from orcaserve.cluster.model_info import read_model_info
+    from orcaserve.cluster.ray_address import NoRay
     from orcaserve.cluster.serve import StartFailed, run
     from orcaserve.cluster.text import TextCodec
 
@@ -53,6 +54,8 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
         folder = _model_dir(resolved.model)
         if resolved.tenants_file is not None:
             read_tenants(resolved.tenants_file)
+        if resolved.api_key_file is not None:
+            read_keys(resolved.api_key_file)
         info = read_model_info(folder, resolved.served_model_name, resolved.max_model_len)
         TextCodec.from_file(info.tokenizer_file)  # the routers, which read the same, would be half a minute in failing
         ChatTemplate(info.chat_template or "", info.special_tokens)
@@ -62,7 +65,7 @@ def _serve(model: str, config: Path | None, **options: Any) -> None:
         resolved = resolved.model_copy(update={"model": str(folder)})
     try:
         code = run(resolved, info, _say)
-    except StartFailed as error:
+    except (StartFailed, NoRay) as error:
         _say(f"error: {error}")
         code = 1
     raise typer.Exit(code)

@@ -20,6 +20,7 @@ from orcaserve.workers.sharding import RankShard
 FREE_MEMORY_SHARE = 0.5  # of what a CPU host has free now, for all ranks on it together
 MAX_DEFAULT_BYTES = 4 << 30  # of one CPU rank, unless more is asked for
 MIN_BLOCKS = 2
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class KvShape:
@@ -61,6 +62,11 @@ def num_cpu_blocks(config: WorkerConfig, shape: KvShape) -> int:
     if config.kv_cache_memory_bytes:
         num_bytes = config.kv_cache_memory_bytes
         source = f"kv_cache_memory_bytes is {num_bytes}"
+        if num_bytes * config.tensor_parallel_size > (total := total_memory_bytes()):
+            raise NotEnoughMemory(
+                f"no room for a KV pool: {source} for each of {config.tensor_parallel_size} ranks, and all memory of "
+                f"this machine is {total} bytes"
+            )
     else:
         free = free_memory_bytes()
         num_bytes = min(int(free * FREE_MEMORY_SHARE) // config.tensor_parallel_size, MAX_DEFAULT_BYTES)
@@ -96,7 +102,19 @@ def free_memory_bytes() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
+    if (limit := _group_limit()) is not None:
+        available = min(available, limit - int((_CGROUP / "memory.current").read_text()))
     return max(available, 0)
+
+
+def total_memory_bytes() -> int:
+    """Of the machine, or what this control group may take if that is less."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(total, limit) if (limit := _group_limit()) is not None else total
+
+
+def _group_limit() -> int | None:
+    file = _CGROUP / "memory.max"
+    if not file.is_file() or (text := file.read_text().strip()) == "max":
+        return None
+    return int(text)

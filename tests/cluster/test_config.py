@@ -11,6 +11,7 @@ import pytest
 
 from orcaserve.cluster.config import ConfigError, ServeConfig
 from orcaserve.cluster.model_info import BadModel, read_model_info
+from orcaserve.cluster.ray_address import NoRay, join_ray
 from orcaserve.cluster.service import scheduler_config
 from orcaserve.workers import demo
 
@@ -97,6 +98,11 @@ def test_model_facts_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_ray_is_not_imported_before_its_environment_is_set() -> None:
+    code = "import sys; from orcaserve import cli; from orcaserve.cluster import serve; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(BadModel, match=r"config\.json"):
         read_model_info(tmp_path)
@@ -153,9 +159,14 @@ def test_what_a_model_may_leave_out(copy: Path) -> None:
 
 
 def fails_at_once(*arguments: str) -> str:
-    """What the command says."""
-    done = subprocess.run([sys.executable, "-m", "orcaserve.cli", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
+    """What the command says of its arguments."""
+    return says_in_one_line(2, *arguments)
+
+
+def says_in_one_line(code: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "orcaserve.cli", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("orcaserve: ")
     return done.stderr
@@ -180,21 +191,37 @@ def test_what_routers_could_not_read_is_refused_before_they_start(
     assert reason in fails_at_once("serve", str(copy))
 
 
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        ("nosuch.invalid", "neither an address nor a name"),
-        ("a..b", "neither an address nor a name"),
-        ("192.0.2.7", "not an address of this machine"),
-        ("::1", "IPv6"),
-        ("", "host: "),
-    ],
-)
-def test_a_host_that_cannot_be_listened_on(host: str, reason: str) -> None:
-    assert reason in fails_at_once("serve", "smollm2-135m", "--host", host)
-
-
-def test_a_port_that_is_taken() -> None:
+def test_addresses_that_cannot_be_listened_on() -> None:
+    assert "--host: nosuch.invalid is" in fails_at_once("serve", "--host", "nosuch.invalid")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        port = str(other.getsockname()[1])
-        assert f"--port: cannot listen on 127.0.0.1:{port}" in fails_at_once("serve", "smollm2-135m", "--port", port)
+        port = other.getsockname()[1]
+        assert f"--port: cannot listen on 127.0.0.1:{port}" in fails_at_once("serve", "--port", str(port))
+
+
+@pytest.mark.parametrize("option", ["--config", "--tenants-file", "--api-key-file"])
+def test_a_file_that_cannot_be_read(option: str, tmp_path: Path) -> None:
+    assert f"{tmp_path / 'none'}: " in fails_at_once("serve", option, str(tmp_path / "none"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert f"{tmp_path / 'binary'}: " in fails_at_once("serve", option, str(tmp_path / "binary"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("serve", "--otlp-endpoint", "host:4318"), ("serve", "--drain-timeout-s", "inf"), ("drain", "--timeout", "nan")],
+)
+def test_values_that_cannot_be_used(arguments: tuple[str, ...]) -> None:
+    assert arguments[1] in fails_at_once(*arguments)
+
+
+@pytest.mark.parametrize("command", ["serve", "drain"])
+def test_a_ray_that_is_not_there_is_told_at_once(command: str) -> None:
+    with socket.socket() as unheard:
+        unheard.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unheard.getsockname()[1]}"
+        assert f"no Ray at {address}: " in says_in_one_line(1, command, "--ray-address", address)
+
+
+@pytest.mark.parametrize("address", ["nonsense", "nosuch.invalid:6379", "127.0.0.1:x", "127.0.0.1:1", "local"])
+def test_an_address_that_cannot_be_rays(address: str) -> None:
+    with pytest.raises(NoRay, match=r"^no Ray "):
+        join_ray(address)

@@ -160,9 +160,13 @@ class Crowd:
         self.futures = [driver.start(driver.generate(*case)) for case in cases]
         eventually(lambda: driver.status().scheduler.generation_tokens > before + len(cases) * 5, 60)
 
+    def meets(self, sig: signal.Signals, pid: int) -> None:
+        """The signal to that process comes among them."""
+        os.kill(pid, sig)
+        assert not all(future.done() for future in self.futures), "over before anything happened"
+
     def finish(self, within_s: float = 240.0) -> None:
         """Every stream must end with the ids of its undisturbed run: none lost, none twice."""
-        assert not all(future.done() for future in self.futures), "over before anything happened"
         assert [future.result(within_s) for future in self.futures] == self.expected
 
 
@@ -268,9 +272,9 @@ def test_case_20_closed_streams_leave_nothing(serving: Serving, driver: Driver) 
 
 
 def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Driver) -> None:
-    crowd = Crowd(driver)
     before = driver.status()
-    os.kill(before.scheduler_pid, signal.SIGKILL)
+    crowd = Crowd(driver)
+    crowd.meets(signal.SIGKILL, before.scheduler_pid)
     crowd.finish()
     eventually(lambda: all_ready(driver), 180)
     after = driver.status()
@@ -284,10 +288,10 @@ def test_the_scheduler_comes_back_to_its_workers(serving: Serving, driver: Drive
 def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Driver) -> None:
     """With a second group alive the streams go on at once, with what the dead one had computed for them; that one is
     built anew, its memory given back. The scheduler found both workers when it came, and introduced them anew."""
-    crowd = Crowd(driver)
     victims, survivors = (group.pids for group in driver.status().groups)
     imported = driver.status().scheduler.num_imported_blocks
-    os.kill(victims[0], signal.SIGKILL)
+    crowd = Crowd(driver)
+    crowd.meets(signal.SIGKILL, victims[0])
     eventually(lambda: driver.status().groups[0].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 - 2)  # it is not silence
     assert serving.get("/ready")[0] == 200
     crowd.finish()
@@ -301,9 +305,9 @@ def test_case_24_a_killed_worker_interrupts_nobody(serving: Serving, driver: Dri
 
 
 def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
-    crowd = Crowd(driver)
     victims = driver.status().groups[1].pids
-    os.kill(victims[0], signal.SIGSTOP)
+    crowd = Crowd(driver)
+    crowd.meets(signal.SIGSTOP, victims[0])
     eventually(lambda: driver.status().groups[1].state != "ready", HEARTBEAT_TIMEOUT_MS / 1000 + 30)
     crowd.finish()
     eventually(lambda: all_ready(driver), 180)
@@ -312,10 +316,10 @@ def test_case_25_a_stopped_worker_is_as_good_as_dead(driver: Driver) -> None:
 
 @pytest.mark.nightly  # the drill below does it too
 def test_a_killed_router_takes_only_its_own_work_along(serving: Serving, driver: Driver) -> None:
-    crowd = Crowd(driver)
     [router] = [pid for pid, command in serving.processes().items() if "ServeReplica:orcaserve:router" in command]
     routers = driver.status().num_routers
-    os.kill(router, signal.SIGKILL)
+    crowd = Crowd(driver)
+    crowd.meets(signal.SIGKILL, router)
     eventually(lambda: driver.status().num_routers == routers - 1, 30)
     crowd.finish()
     eventually(lambda: serving.get("/ready")[0] == 200, 60)

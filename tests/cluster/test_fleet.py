@@ -270,8 +270,9 @@ def test_a_node_that_is_drained_lets_streams_finish_and_moves_the_rest(site: Sit
     prompts = [(i + 9, 1300 + i) for i in range(8)]
     lengths = [10, 250] * 4
     expected = site.undisturbed(prompts, lengths)
+    before = site.status().scheduler.generation_tokens
     running = site.start_all(prompts, lengths)
-    eventually(lambda: site.status().scheduler.running == 8, 60)
+    eventually(lambda: site.status().scheduler.generation_tokens >= before + 5 * len(prompts), 120)
     at_first = site.status()
     [leaving] = {node for group in at_first.groups for node in group.node_ids}
     drained = site.start(asyncio.to_thread(drain_node, leaving, "site", 6.0, print))

@@ -40,6 +40,20 @@ def test_a_port_is_not_free_while_someone_listens_or_a_connection_lingers(monkey
         check_address("127.0.0.1", taken[1])  # a server opens it in spite of that
 
 
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("nosuch.invalid", "neither an address nor a name"),
+        ("a..b", "neither an address nor a name"),
+        ("192.0.2.77", "not an address of this machine"),
+        ("::1", "IPv6"),
+    ],
+)
+def test_a_host_that_cannot_be_listened_on(host: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"^--host: {host} is .*{reason}"):
+        check_address(host, 8000)
+
+
 def test_a_ray_of_our_own_is_told_such_ports_alone() -> None:
     local = LocalRay()
     try:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,8 @@ class RankPool:
 
     def close(self) -> None:
         for link in self._links:
-            link.send(None)
+            with suppress(BrokenPipeError):  # a test may have ended it
+                link.send(None)
         for process in self._processes:
             process.wait(DEADLINE_S)
 

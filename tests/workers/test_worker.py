@@ -222,6 +222,10 @@ def test_a_pool_without_room_is_refused_with_the_numbers(tiny):
     shape = kv_shard.KvShape(model, shards_of(model, 1)[0], 16, torch.float32)
     with pytest.raises(NotEnoughMemory, match=f"kv_cache_memory_bytes is 1000.* {shape.block_bytes} bytes"):
         kv_shard.num_cpu_blocks(config(folder, kv_cache_memory_bytes=1000), shape)
+    half = kv_shard.total_memory_bytes() // 2 + 1
+    assert kv_shard.num_cpu_blocks(config(folder, kv_cache_memory_bytes=half), shape) == half // shape.block_bytes
+    with pytest.raises(NotEnoughMemory, match=f"{half} for each of 2 ranks, and all memory of this machine is"):
+        kv_shard.num_cpu_blocks(config(folder, tensor_parallel_size=2, kv_cache_memory_bytes=half), shape)
 
 
 def test_by_default_the_pool_takes_a_share_of_what_is_free(tiny):
