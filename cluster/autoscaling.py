@@ -79,7 +79,7 @@ class Autoscaler:
         Only what rose in both halves of the time looked at is a trend; a step is not.
         """
         (first_s, first), (last_s, last) = self._demand[0], self._demand[-1]
-        if last_s - first_s < self.rules.lookahead_s / 3:
+        if last_s - first_s <= self.rules.lookahead_s / 3:
             return 0.0
         middle_s = (first_s + last_s) / 2
         _, middle = min(self._demand, key=lambda seen: abs(seen[0] - middle_s))

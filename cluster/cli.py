@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from orcaserve.cluster.cli_types import number
 from orcaserve.cluster.client_base import DEFAULT_URL
 
 Url = Annotated[str, typer.Option(envvar="ORCASERVE_URL", help="Base URL of the service.")]
@@ -59,7 +59,7 @@ def chat(
     model: Annotated[str, typer.Option(help="Served name; empty: the server's.")] = "",
     message: Annotated[str, typer.Option("--message", "-m", help="Ask this and end; else the terminal asks.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Of one answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest answer, always the same.")] = 0.0,
+    temperature: Annotated[float, number("0: the likeliest answer, always the same.", 0.0)] = 0.0,
 ) -> None:
     """Talk to a model: one message, or line by line until Ctrl-D."""
     from orcaserve.cluster.client import Client
@@ -78,7 +78,7 @@ def chat(
 
 def trace(
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write; Perfetto and Chrome open it.")],
-    seconds: Annotated[float, typer.Option(min=0.1, max=60.0, help="How long to watch.")] = 5.0,
+    seconds: Annotated[float, number("How long to watch.", 0.1, 60.0)] = 5.0,
     url: Url = DEFAULT_URL,
     api_key: ApiKey = "",
 ) -> None:
@@ -87,8 +87,8 @@ def trace(
 
     from orcaserve.cluster.client_errors import error_of, transport_errors
 
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"--output: there is no directory {output.parent}")
+    if not output.parent.is_dir() or output.is_dir():
+        raise typer.BadParameter(f"--output: {output} is no file in a directory that is there")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     with _told():
         with transport_errors():
@@ -103,7 +103,7 @@ def trace(
 
 
 def drain(
-    timeout: Annotated[float, typer.Option(min=0.0, help="Seconds; what runs longer moves just before.")] = 120.0,
+    timeout: Annotated[float, number("Seconds; what runs longer moves just before.", 0.0)] = 120.0,
     name: Annotated[str, typer.Option(help="Of the application on the Ray cluster.")] = "orcaserve",
     ray_address: Annotated[str, typer.Option(envvar="RAY_ADDRESS", help="The Ray cluster of this node.")] = "auto",
 ) -> None:
@@ -111,8 +111,6 @@ def drain(
     from orcaserve.cluster.drain import drain_this_node
     from orcaserve.cluster.ray_address import NoRay
 
-    if not math.isfinite(timeout):
-        raise typer.BadParameter(f"--timeout: {timeout} is no time to wait")
     try:
         left = drain_this_node(ray_address, name, timeout, _tell)
     except NoRay as error:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from orcaserve.cluster.cli_types import number
 from orcaserve.loadtest.cli_simulate import simulate_app
 
 __all__ = ["loadtest_app", "simulate_app"]
@@ -23,7 +24,7 @@ TraceFile = Annotated[Path | None, typer.Option(help="ShareGPT JSON, BurstGPT CS
 Concurrency = Annotated[str, typer.Option(help="Closed loop: users; a list such as 1,16,64 makes a run of each.")]
 Seed = Annotated[int, typer.Option()]
 SloText = Annotated[str, typer.Option("--slo", help="Limits for goodput, such as ttft=500ms,itl=50ms.")]
-WarmUp = Annotated[int, typer.Option(help="Requests sent beforehand and not counted.")]
+WarmUp = Annotated[int, typer.Option(min=0, help="Requests sent beforehand and not counted.")]
 OutDir = Annotated[Path, typer.Option("--out", "-o", help="Folder for results.json, report.html and PNGs.")]
 
 
@@ -37,23 +38,27 @@ def run(
     lengths: LengthSpec = "fixed:128,64",
     trace: TraceFile = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Model folder whose tokenizer counts a ShareGPT file.")] = None,
-    max_model_len: Annotated[int, typer.Option(help="Cut a trace's requests to this many tokens; 0: do not.")] = 0,
+    max_model_len: Annotated[
+        int, typer.Option(min=0, help="Cut a trace's requests to this many tokens; 0: do not.")
+    ] = 0,
     concurrency: Concurrency = "",
     rate: Annotated[str, typer.Option(help="Open loop: requests a second; a list makes a run of each.")] = "",
     arrivals: Annotated[Literal["poisson", "constant", "replay"], typer.Option()] = "poisson",
-    burstiness: Annotated[float, typer.Option(help="Shape of the gaps' gamma distribution; 1 is Poisson.")] = 1.0,
-    speed: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
-    think: Annotated[float, typer.Option(help="Closed loop: seconds between an answer and the next request.")] = 0.0,
-    max_concurrency: Annotated[int, typer.Option(help="Most requests in flight of an open loop; 0: no limit.")] = 0,
+    burstiness: Annotated[float, number("Shape of the gaps' gamma distribution; 1 is Poisson.", 0.01)] = 1.0,
+    speed: Annotated[float, number("Replay a trace this many times as fast.", 0.001)] = 1.0,
+    think: Annotated[float, number("Closed loop: seconds between an answer and the next request.", 0)] = 0.0,
+    max_concurrency: Annotated[
+        int, typer.Option(min=0, help="Most requests in flight of an open loop; 0: no limit.")
+    ] = 0,
     turns: Annotated[int, typer.Option(help="Requests of one conversation (chat).")] = 1,
     prefixes: Annotated[int, typer.Option(help="Number of shared prefixes.")] = 0,
     prefix_tokens: Annotated[int, typer.Option(help="Tokens of each shared prefix.")] = 0,
     tenants: Annotated[str, typer.Option(help="Names, drawn evenly, sent as `user`.")] = "",
     cancel: Annotated[float, typer.Option(help="Share of requests that hang up midway.")] = 0.0,
     seed: Seed = 0,
-    temperature: Annotated[float, typer.Option()] = 0.0,
+    temperature: Annotated[float, number(least=0)] = 0.0,
     ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly the wanted output length.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds until a request counts as failed.")] = 600.0,
+    timeout: Annotated[float, number("Seconds until a request counts as failed.", 0.001)] = 600.0,
     slo: SloText = "",
     warm_up: WarmUp = 0,
     label: Annotated[str, typer.Option(help="Name of the run in reports.")] = "",
@@ -183,7 +188,9 @@ def report_command(
 
 
 @loadtest_app.command()
-def start(idle_s: Annotated[float, typer.Option(help="How long to watch the idle server.")] = 10.0) -> None:
+def start(
+    idle_s: Annotated[float, number("How long to watch the idle server.", 0)] = 10.0,
+) -> None:
     """Start a server and measure it: seconds to its first token, CPU share while idle; one JSON line."""
     from orcaserve.loadtest.output import print_json, refusals
     from orcaserve.loadtest.start import measure_start
@@ -196,11 +203,13 @@ def start(idle_s: Annotated[float, typer.Option(help="How long to watch the idle
 def chaos(
     faults: Annotated[int, typer.Option(min=1, help="As many of each kind as can be.")] = 200,
     seed: Seed = 0,
-    every: Annotated[float, typer.Option(help="A fault every so many seconds; 0: at random times.")] = 0.0,
-    limit_s: Annotated[float, typer.Option(help="Fewer faults when this many seconds have passed; 0: all.")] = 0.0,
+    every: Annotated[float, number("A fault every so many seconds; 0: at random times.", 0)] = 0.0,
+    limit_s: Annotated[float, number("Fewer faults when this many seconds have passed; 0: all.", 0)] = 0.0,
     users: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 12,
     groups: Annotated[int, typer.Option(min=1)] = 2,
-    nodes: Annotated[int, typer.Option(help="Pretended nodes with a group each, which are lost too; 0: none.")] = 0,
+    nodes: Annotated[
+        int, typer.Option(min=0, help="Pretended nodes with a group each, which are lost too; 0: none.")
+    ] = 0,
     kinds: Annotated[str, typer.Option(help="Only these kinds, such as worker_killed,client_closed.")] = "",
     model: Annotated[str, typer.Option(help="smollm2-135m or a model folder.")] = "smollm2-135m",
     url: Annotated[str, typer.Option(help="A float32 server that runs already; empty: start one.")] = "",
@@ -239,7 +248,7 @@ def table(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Slots of the continuous rows.")] = 64,
     chunk_budget: Annotated[int, typer.Option(min=1, help="Tokens of a step with chunked prefill.")] = 128,
     max_model_len: Annotated[int, typer.Option(min=2)] = 256,
-    num_threads: Annotated[int, typer.Option(help="CPU threads; 0: all cores.")] = 0,
+    num_threads: Annotated[int, typer.Option(min=0, help="CPU threads; 0: all cores.")] = 0,
     seed: Seed = 0,
     out: OutDir = Path("out/table"),
 ) -> None:
@@ -287,7 +296,7 @@ def stack(
     groups: Annotated[str, typer.Option()] = "1,4",
     tokens: Annotated[int, typer.Option(min=2, help="Of each stream.")] = 256,
     rounds: Annotated[int, typer.Option(min=1)] = 3,
-    step_ms: Annotated[float, typer.Option(help="Time of a step; 0: as fast as it goes.")] = 0.0,
+    step_ms: Annotated[float, number("Time of a step; 0: as fast as it goes.", 0)] = 0.0,
     peers: Annotated[bool, typer.Option(help="Compare with a plain Ray Serve app and a bare uvicorn app.")] = True,
     growth: Annotated[bool, typer.Option(help="Measure how the cost grows.")] = True,
 ) -> None:
@@ -315,7 +324,7 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each server, in turns.")] = 3,
     peer_venv: Annotated[Path | None, typer.Option(help="Virtual environment with vLLM to start beside us.")] = None,
     peer_url: Annotated[str, typer.Option(help="A peer that runs already.")] = "",
-    num_threads: Annotated[int, typer.Option(help="CPU threads of the step measured alone; 0: all cores.")] = 0,
+    num_threads: Annotated[int, typer.Option(min=0, help="CPU threads of the step measured alone; 0: all cores.")] = 0,
     serve_options: Annotated[list[str] | None, typer.Argument(help="Options of `orcaserve serve`, after --.")] = None,
 ) -> None:
     """Reproduce the README's performance table; one JSON line last."""

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from orcaserve.cluster.cli_types import number
+
 simulate_app = typer.Typer(help="The scheduler on a virtual clock: demonstration, four-row study, capacity planning.")
 
 ModelName = Annotated[str, typer.Option(help="llama-3-70b, llama-3-8b, a config.json or a model folder.")]
@@ -64,16 +66,16 @@ def plan(
     model: ModelName = "llama-3-70b",
     gpu: Gpu = "h100",
     slo: Annotated[str, typer.Option(help="Limits such as ttft=500ms,itl=50ms.")] = "ttft=500ms,itl=50ms",
-    attainment: Annotated[float, typer.Option(help="Share of requests that must keep the SLO.")] = 0.99,
+    attainment: Annotated[float, number("Share of requests that must keep the SLO.", 0, 1)] = 0.99,
     trace: Annotated[Path | None, typer.Option(help="BurstGPT, Azure LLM or ShareGPT file.")] = None,
-    rate: Annotated[float, typer.Option(help="Requests a second; a trace with times is sped up to it.")] = 0.0,
+    rate: Annotated[float, number("Requests a second; a trace with times is sped up to it.")] = 0.0,
     lengths: Annotated[str, typer.Option(help="Without a trace.")] = "sharegpt",
     num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 5000,
     tp: Annotated[str, typer.Option(help="TP sizes to try.")] = "1,2,4,8",
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1)] = 2048,
     max_model_len: Annotated[int, typer.Option(min=2)] = 8192,
-    gpu_memory_utilization: Annotated[float, typer.Option()] = 0.9,
+    gpu_memory_utilization: Annotated[float, number(least=0.01, most=1)] = 0.9,
     max_groups: Annotated[int, typer.Option(min=1)] = 1024,
     processes: Annotated[int, typer.Option(min=1, help="Cores to simulate on.")] = 2,
     seed: Annotated[int, typer.Option()] = 0,
@@ -146,7 +148,7 @@ def fleet(
     gpu: Gpu = "h100",
     tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 4,
     groups: Annotated[int, typer.Option(min=1)] = 1000,
-    rate: Annotated[float, typer.Option(help="Requests a second of the whole fleet.")] = 4000.0,
+    rate: Annotated[float, number("Requests a second of the whole fleet.")] = 4000.0,
     num_requests: Annotated[int, typer.Option("--num-requests", "-n", min=1)] = 1_000_000,
     lengths: Annotated[str, typer.Option()] = "sharegpt",
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 128,
@@ -269,17 +271,15 @@ def day(
     model: ModelName = "llama-3-70b",
     gpu: Gpu = "h100",
     tensor_parallel_size: Annotated[int, typer.Option(min=1)] = 4,
-    rate: Annotated[float, typer.Option(help="Requests a second, the day's mean.")] = 6.0,
-    hours: Annotated[float, typer.Option(help="Length of the pressed day.")] = 1.0,
-    swing: Annotated[
-        float, typer.Option(min=0, max=1, help="The rate is the mean times 1 - swing to 1 + swing.")
-    ] = 0.9,
+    rate: Annotated[float, number("Requests a second, the day's mean.")] = 6.0,
+    hours: Annotated[float, number("Length of the pressed day.", 0.01)] = 1.0,
+    swing: Annotated[float, number("The rate is the mean times 1 - swing to 1 + swing.", 0, 1)] = 0.9,
     lengths: Annotated[str, typer.Option()] = "sharegpt",
     max_num_seqs: Annotated[int, typer.Option(min=1)] = 16,
     min_groups: Annotated[int, typer.Option(min=0)] = 1,
     max_groups: Annotated[int, typer.Option(min=1)] = 16,
-    start_s: Annotated[float, typer.Option(help="Seconds until a new group serves.")] = 60.0,
-    downscale_delay_s: Annotated[float, typer.Option()] = 120.0,
+    start_s: Annotated[float, number("Seconds until a new group serves.", 0)] = 60.0,
+    downscale_delay_s: Annotated[float, number(least=0)] = 120.0,
     slo: Annotated[str, typer.Option(help="Limits, such as ttft=1s,itl=50ms.")] = "ttft=2s",
     seed: Annotated[int, typer.Option()] = 0,
 ) -> None:
@@ -294,6 +294,8 @@ def day(
     from orcaserve.loadtest.step_time import find_device
 
     with refusals():
+        if min_groups > max_groups:
+            raise ValueError(f"min-groups: {min_groups} is more than max-groups ({max_groups})")
         limits = Slo.parse(slo)
         spec = days.DaySpec(mean_rate=rate, hours=hours, swing=swing, start_s=start_s, seed=seed)
         requests = build_load(LoadOptions(num_requests=spec.num_requests, lengths=lengths, seed=seed)).requests

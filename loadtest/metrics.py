@@ -6,6 +6,7 @@ requests a second that finished and kept every limit of the SLO. Output tokens a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -71,7 +72,7 @@ class Slo(msgspec.Struct, frozen=True):
                 limit = float(number) * scale
             except ValueError:
                 limit = -1.0
-            if key is None or limit <= 0:
+            if key is None or not 0 < limit < math.inf:
                 raise ValueError(f"slo {part!r}: want ttft=, itl= or e2e= and a time above 0, such as ttft=500ms")
             limits[key] = limit
         return cls(**limits)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orcaserve.cluster.local import free_port
+from orcaserve.loadtest.http_stream import ServerFailed
 
 
 class Serving:
@@ -53,9 +54,12 @@ class Serving:
         return line.split()[-1]
 
     def wait_ready(self, within_s: float = 120.0) -> None:
+        """Raises ServerFailed with what it printed."""
         while not any(line.startswith("curl ") for line in self.log):
-            assert self.process.poll() is None, self.output
-            assert time.monotonic() - self.started_s < within_s, self.output
+            if self.process.poll() is not None:
+                raise ServerFailed(f"the server ended before it was ready: {self.output.strip()[-2000:]}")
+            if time.monotonic() - self.started_s > within_s:
+                raise ServerFailed(f"the server was not ready within {within_s:g} s: {self.output.strip()[-2000:]}")
             time.sleep(0.1)
 
     def stop(self, sig: signal.Signals = signal.SIGINT, within_s: float = 60.0) -> float:

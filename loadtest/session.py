@@ -64,7 +64,10 @@ def build_load(options: LoadOptions) -> Load:
     if options.tokenizer is not None:
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
+        try:
+            tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
+        except Exception as error:  # noqa: BLE001 (the library raises no narrower one)
+            raise BadWorkload(f"tokenizer {options.tokenizer}: {error}") from None
 
         def count(text: str) -> int:
             return len(tokenizer.encode(text, add_special_tokens=False).ids)

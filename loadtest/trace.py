@@ -44,10 +44,13 @@ def read_trace(path: Path, limit: int | None = None, count_tokens: TokenCounter 
     """The trace's rows in time order; those without a prompt or an answer (BurstGPT's failures) are left out."""
     if not path.is_file():
         raise BadTrace(f"{path}: no such file")
-    with path.open(encoding="utf-8", newline="") as file:
-        start = file.read(1)
-        file.seek(0)
-        rows = list(_take(_sharegpt(file.read(), path, count_tokens) if start in "[{" else _csv(file, path), limit))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            start = file.read(1)
+            file.seek(0)
+            rows = list(_take(_sharegpt(file.read(), path, count_tokens) if start in "[{" else _csv(file, path), limit))
+    except UnicodeDecodeError:
+        raise BadTrace(f"{path}: not a text in UTF-8") from None
     if not rows:
         raise BadTrace(f"{path}: no usable rows")
     return sorted(rows, key=lambda row: row.at_s) if rows[0].at_s is not None else rows  # type: ignore[arg-type, return-value]

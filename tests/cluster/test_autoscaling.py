@@ -74,6 +74,11 @@ def test_a_long_queue_counts_against_the_target_for_the_first_token() -> None:
     assert groups_needed(load(0, 1, running=2, waiting=2, waiting_tokens=500, tokens_per_s=1000.0), RULES) == 1
 
 
+def test_groups_that_start_at_once_need_no_look_ahead() -> None:
+    rules = ScalingRules(min_groups=1, max_groups=4, upscale_delay_s=0, lookahead_s=0)
+    assert play(Autoscaler(rules), [5, 15, 25, 35], start=1) == [1, 2, 3, 4]
+
+
 def test_memory_counts_too() -> None:
     assert groups_needed(load(0, 2, running=4, used_kv=1.9), RULES) == 3
 

@@ -74,7 +74,7 @@ def test_slo_is_read_with_its_units() -> None:
     assert Slo.parse("") == Slo()
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft=x", "speed=3", "ttft=-1", "ttft=0ms"])
+@pytest.mark.parametrize("text", ["ttft", "ttft=x", "speed=3", "ttft=-1", "ttft=0ms", "ttft=nan", "ttft=inf"])
 def test_bad_slo_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="slo"):
         Slo.parse(text)

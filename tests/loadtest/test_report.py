@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from orcaserve.loadtest import report, server_metrics
@@ -164,13 +165,42 @@ def test_run_and_compare_commands(make_peer, tmp_path: Path) -> None:
         ["compare", "a.json", "http://127.0.0.1:9"],
         ["compare", "a.json", "b.json"],
         ["report", "a.json"],
+        ["run", "http://127.0.0.1:9", "--think", "nan"],
+        ["run", "http://127.0.0.1:9", "--burstiness", "0"],
+        ["run", "http://127.0.0.1:9", "--warm-up", "-1"],
+        ["run", "http://127.0.0.1:9", "--trace", __file__, "--tokenizer", "nowhere"],
         ["table", "--model", "nowhere"],
+        ["table", "--num-threads", "-1"],
     ],
 )
 def test_bad_options_end_with_one_line_and_code_2(arguments, tmp_path: Path) -> None:
-    done = runner.invoke(loadtest_app, arguments + (["-o", str(tmp_path)] if arguments[0] != "stack" else []))
+    assert_refused(loadtest_app, [*arguments, "-o", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("app", "arguments"),
+    [
+        (loadtest_app, ["chaos", "--model", "nowhere"]),
+        (loadtest_app, ["chaos", "--every", "nan"]),
+        (loadtest_app, ["chaos", "--nodes", "-1"]),
+        (loadtest_app, ["start", "--idle-s", "inf"]),
+        (loadtest_app, ["stack", "--step-ms", "nan"]),
+        (simulate_app, ["plan", "--rate", "nan"]),
+        (simulate_app, ["plan", "--rate", "5", "--attainment", "2"]),
+        (simulate_app, ["plan", "--rate", "5", "--gpu-memory-utilization", "7"]),
+        (simulate_app, ["day", "--start-s", "nan"]),
+        (simulate_app, ["day", "--hours", "0"]),
+        (simulate_app, ["day", "--min-groups", "5", "--max-groups", "2"]),
+    ],
+)
+def test_bad_options_of_what_leaves_no_folder(app: typer.Typer, arguments: list[str]) -> None:
+    assert_refused(app, arguments)
+
+
+def assert_refused(app: typer.Typer, arguments: list[str]) -> None:
+    done = runner.invoke(app, arguments)
     assert done.exit_code == 2, done.output
-    assert "error" in done.output
+    assert "error" in done.output.lower()
     assert "Traceback" not in done.output
 
 

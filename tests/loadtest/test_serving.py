@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from orcaserve.loadtest.http_stream import ServerFailed
 from orcaserve.loadtest.serving import Serving, processes_under, still_alive
 
 START = """
@@ -28,6 +29,18 @@ class Careless(Serving):
     """Goes, and leaves its child behind."""
 
     program = ("-c", START)
+
+
+def test_a_server_that_does_not_come_up_is_told_with_its_words() -> None:
+    serving = Serving("--nonsense")
+    with pytest.raises(ServerFailed, match="ended before it was ready: orcaserve: No such option: --nonsense"):
+        serving.wait_ready()
+    serving.stop()
+    serving = Stubborn()
+    with pytest.raises(ServerFailed, match="not ready within 0 s"):
+        serving.wait_ready(0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        serving.stop(within_s=0)
 
 
 @pytest.mark.parametrize("kind", [Stubborn, Careless])

@@ -69,6 +69,9 @@ def test_broken_files_are_refused(tmp_path: Path, text: str, message: str) -> No
         read_trace(write(tmp_path, text))
 
 
-def test_missing_file_is_named(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    with pytest.raises(BadTrace, match=r"/binary: not a text"):
+        read_trace(tmp_path / "binary")
     with pytest.raises(BadTrace, match="nowhere"):
         read_trace(tmp_path / "nowhere")
