@@ -9,7 +9,7 @@ import typer
 
 
 def number(text: str = "", least: float | None = None, most: float | None = None) -> Any:
-    """A typer.Option that is a finite number within a range: `inf` passes an open one, and `nan` passes none at all."""
+    """A typer.Option that is a finite number within a range. Typer alone lets `inf` into an open range, and `nan` in without one."""
     return typer.Option(min=least, max=most, callback=_finite, help=text)
 
 
