@@ -9,7 +9,10 @@ import typer
 
 
 def number(text: str = "", least: float | None = None, most: float | None = None) -> Any:
-    """A typer.Option that is a finite number within a range. Typer alone lets `inf` into an open range, and `nan` in without one."""
+    """A typer.Option that is a finite number within a range.
+
+    Typer alone lets `inf` into an open range, and `nan` in where there is none.
+    """
     return typer.Option(min=least, max=most, callback=_finite, help=text)
 
 
