@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -78,9 +79,12 @@ def bare_app(step_s: float) -> Callable[[dict[str, Any], Receive, Send], Awaitab
 def run_uvicorn(port: int, step_s: float) -> None:
     import uvicorn
 
-    _interrupt_when_deserted()
+    config = uvicorn.Config(bare_app(step_s), host="127.0.0.1", port=port, log_level="error", access_log=False)
+    server = uvicorn.Server(config)
+    _when_deserted(lambda: setattr(server, "should_exit", True))
     _say({"server": [os.getpid()]})
-    uvicorn.run(bare_app(step_s), host="127.0.0.1", port=port, log_level="error", access_log=False)
+    with contextlib.suppress(KeyboardInterrupt):  # it hands a signal on when it has ended
+        server.run()
 
 
 def run_ray_generator(port: int, step_s: float) -> None:
@@ -190,16 +194,19 @@ def _wait() -> None:
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    _interrupt_when_deserted()
+    _when_deserted(stop.set)
     stop.wait()
 
 
-def _interrupt_when_deserted() -> None:
-    """A measurement that was killed could not stop its server."""
+def _when_deserted(end: Callable[[], None]) -> None:
+    """Call `end` once our standard input has ended: a measurement that was killed could not stop its server.
+
+    No signal to ourselves: one that comes while uvicorn takes the handlers over has been lost.
+    """
 
     def watch() -> None:
         sys.stdin.buffer.read()
-        os.kill(os.getpid(), signal.SIGINT)
+        end()
 
     threading.Thread(target=watch, daemon=True).start()
 

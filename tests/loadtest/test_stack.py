@@ -20,9 +20,13 @@ def test_the_bare_server_streams_every_token(tmp_path: Path) -> None:
 def test_a_server_ends_with_the_one_who_measures() -> None:
     command = [sys.executable, "-m", "orcaserve.loadtest.stack_server", "uvicorn", "--port", str(free_port())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith(b'{"pids"')
-        server.communicate(timeout=30)  # closes its standard input, as the end of our process would
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline().startswith(b'{"pids"')
+            server.communicate(timeout=60)  # closes its standard input, as the end of our process would
+        finally:
+            server.kill()
+        assert server.returncode == 0
 
 
 def test_growth_varies_one_thing_at_a_time() -> None:
