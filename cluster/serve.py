@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -51,6 +52,7 @@ def run(config: ServeConfig, model: ModelInfo, say: Callable[[str], None]) -> in
         if local is not None:
             local.remember_processes()  # without the raylet its workers would be nobody's children
         while local is None or not ended_parts() & VITAL_PARTS:
+            _stop_if_asked()
             time.sleep(_WATCH_S)
         say("error: Ray has ended, and the service with it")
         return 1
@@ -146,6 +148,7 @@ class _Service:
         shown = ""
         answers_by_s = 0.0
         while True:
+            _stop_if_asked()
             status = self._status()
             for group in status.groups:
                 if group.state == "dead" and not any(g.state == "ready" for g in status.groups):
@@ -220,12 +223,22 @@ class _Service:
         return ray.get(call, timeout=0)
 
 
+_asked = threading.Event()  # by a signal, to stop
+
+
 def _interrupt_on_signals() -> None:
     def interrupt(_signum: int, _frame: FrameType | None) -> None:
+        _asked.set()
         raise KeyboardInterrupt
 
     for sig in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sig, interrupt)
+
+
+def _stop_if_asked() -> None:
+    """What a signal raises is lost where it meets a finalizer or a library that drops errors."""
+    if _asked.is_set():
+        raise KeyboardInterrupt
 
 
 def _ignore_signals() -> None:

@@ -48,6 +48,39 @@ class ObstructedServing(Serving):
     program = ("-c", OBSTRUCTED)
 
 
+# `orcaserve serve`, told to stop where a library drops the exception that comes of it.
+DEAF = """
+import os, signal, sys, time
+from orcaserve import cli
+
+def say(text):
+    told(text)
+    if "starting Ray Serve" in text:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            told("dropped")
+
+told, cli._say = cli._say, say
+sys.argv[0] = "orcaserve"
+cli.main()
+"""
+
+
+class DeafServing(Serving):
+    program = ("-c", DEAF)
+
+
+def test_a_signal_whose_exception_is_dropped_stops_it_too() -> None:
+    serving = DeafServing("--num-threads", "1", "--kv-cache-memory", "64MiB")
+    assert serving.process.wait(180) == 0, serving.output
+    serving.stop()
+    assert "dropped" in serving.output
+    assert "ready after" not in serving.output
+    assert "Traceback" not in serving.output
+
+
 def wait_until_gone(processes: dict[int, str], within_s: float) -> None:
     eventually(lambda: not still_alive(processes), within_s)
 
