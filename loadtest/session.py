@@ -62,15 +62,12 @@ def build_load(options: LoadOptions) -> Load:
         return Load(workload.build(spec), None)
     count = approximate_tokens
     if options.tokenizer is not None:
-        from tokenizers import Tokenizer
+        from orcaserve.cluster.text import TextCodec
 
-        try:
-            tokenizer = Tokenizer.from_file(str(options.tokenizer / "tokenizer.json"))
-        except Exception as error:  # noqa: BLE001 (the library raises no narrower one)
-            raise BadWorkload(f"tokenizer {options.tokenizer}: {error}") from None
+        codec = TextCodec.from_file(str(options.tokenizer / "tokenizer.json"))
 
         def count(text: str) -> int:
-            return len(tokenizer.encode(text, add_special_tokens=False).ids)
+            return len(codec.encode_now([text], add_special_tokens=False)[0])
 
     rows = read_trace(options.trace, options.num_requests, count)
     times = [row.at_s for row in rows if row.at_s is not None]
